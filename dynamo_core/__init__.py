@@ -1,0 +1,1 @@
+"""The core: recipes, algorithms, data, rollouts, training, evaluation and stages, usable alone."""

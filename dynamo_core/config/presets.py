@@ -1,0 +1,66 @@
+"""Named sets of values for a reinforce stage. A preset decides nothing that a recipe could not say itself.
+
+Bounds are multiples of the mean number of rollouts a prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_NO_MODULATION: Final = {
+    "compensation": False,
+    "stabilisation": False,
+    "alpha": 0.4,
+    "lambda_min": 0.6,
+    "gamma": 50.0,
+    "tau": 0.9,
+    "expectation": "vocabulary",
+    "normaliser": 0.999,
+}
+_UNIFORM: Final = {"rule": "uniform", "objective": "rloo", "low": 1.0, "high": 1.0}
+_JEFFREYS: Final = {"prior": [0.5, 0.5], "discount": 0.5}
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "grpo": {
+        "estimator": "grpo",
+        "allocation": _UNIFORM,
+        "statistics": _JEFFREYS,
+        "aggregation": "token-mean",
+        "modulation": _NO_MODULATION,
+        "loss": {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None},
+    },
+    "rloo": {
+        "estimator": "rloo",
+        "allocation": _UNIFORM,
+        "statistics": _JEFFREYS,
+        "aggregation": "seq-mean-token-sum",
+        "modulation": _NO_MODULATION,
+        "loss": {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None},
+    },
+    "exact": {
+        "estimator": "rloo",
+        "allocation": {"rule": "optimal", "objective": "rloo", "low": 0.25, "high": 4.0},
+        "statistics": _JEFFREYS,
+        "aggregation": "prompt-mean-token-sum-norm",
+        "modulation": {**_NO_MODULATION, "compensation": True},
+        "loss": {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0},
+    },
+}
+
+
+def with_preset(stage: dict[str, Any]) -> dict[str, Any]:
+    """`stage` with every switch that it leaves out taken from its preset, one level deep.
+
+    An unknown preset leaves the stage unchanged: the schema then names the allowed ones.
+    """
+    preset = PRESETS.get(str(stage.get("preset")))
+    if preset is None:
+        return stage
+    filled = dict(stage)
+    for key, value in preset.items():
+        given = stage.get(key)
+        if key not in stage:
+            filled[key] = value
+        elif isinstance(value, dict) and isinstance(given, dict):
+            filled[key] = {**value, **given}
+    return filled

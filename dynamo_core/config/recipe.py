@@ -1,0 +1,104 @@
+"""A recipe: an ordered mapping of stages, and the references between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from dynamo_core.config.base import Frozen, NonNegativeInt, Resources
+from dynamo_core.config.stages import (
+    DistillStage,
+    EvaluateStage,
+    PrepareDataStage,
+    ReinforceStage,
+    SftStage,
+    Stage,
+)
+
+StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
+MODEL_STAGES = (SftStage, DistillStage, ReinforceStage)
+
+
+class Recipe(Frozen):
+    """One staged run. Every reference is explicit after `resolved()`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,79}$")]
+    description: str = ""
+    seed: NonNegativeInt = 0
+    resources: Resources = Resources()
+    stages: Annotated[dict[StageName, Stage], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _references_hold(self) -> Self:
+        for name, stage in self.stages.items():
+            _check_stage(self, name, stage)
+        return self
+
+    def resolved(self) -> Recipe:
+        """This recipe with each omitted reference and each stage's resources written out."""
+        stages = {name: _resolve_stage(self, name, stage) for name, stage in self.stages.items()}
+        return self.model_copy(update={"stages": stages})
+
+    def inputs(self, name: str) -> dict[str, str]:
+        """Input role -> producing stage, for a stage of a resolved recipe.
+
+        Roles are `data`, `model`, `teacher`, and one role per model for evaluate stages: the producer's name.
+        """
+        stage = self.stages[name]
+        found: dict[str, str] = {}
+        if isinstance(stage, (*MODEL_STAGES, EvaluateStage)) and stage.data_from:
+            found["data"] = stage.data_from
+        if isinstance(stage, MODEL_STAGES) and stage.model_from:
+            found["model"] = stage.model_from
+        if isinstance(stage, DistillStage) and stage.teacher_from:
+            found["teacher"] = stage.teacher_from
+        if isinstance(stage, EvaluateStage) and stage.models_from:
+            found.update({model: model for model in stage.models_from})
+        return found
+
+
+def _earlier(recipe: Recipe, name: str, kinds: type | tuple[type, ...]) -> list[str]:
+    """Names of the stages before `name` that are of `kinds`, in order."""
+    names = list(recipe.stages)
+    return [other for other in names[: names.index(name)] if isinstance(recipe.stages[other], kinds)]
+
+
+def _check_reference(recipe: Recipe, name: str, field: str, target: str | None, kinds: tuple[type, ...]) -> None:
+    candidates = _earlier(recipe, name, kinds)
+    if target is None and not candidates:
+        raise ValueError(f"stages.{name}.{field}: no earlier stage produces what it needs")
+    if target is not None and target not in candidates:
+        raise ValueError(f"stages.{name}.{field}: '{target}' is not one of the earlier stages {candidates}")
+
+
+def _check_stage(recipe: Recipe, name: str, stage: Stage) -> None:
+    if isinstance(stage, PrepareDataStage):
+        return
+    _check_reference(recipe, name, "data_from", stage.data_from, (PrepareDataStage,))
+    if isinstance(stage, EvaluateStage):
+        for target in stage.models_from or (None,):
+            _check_reference(recipe, name, "models_from", target, MODEL_STAGES)
+        return
+    if isinstance(stage, DistillStage):
+        _check_reference(recipe, name, "teacher_from", stage.teacher_from, MODEL_STAGES)
+    if isinstance(stage, ReinforceStage):
+        _check_reference(recipe, name, "model_from", stage.model_from, MODEL_STAGES)
+    elif (stage.model is None) == (stage.model_from is None):
+        raise ValueError(f"stages.{name}: give exactly one of 'model' (a new start) and 'model_from' (an earlier stage)")
+    elif stage.model_from is not None:
+        _check_reference(recipe, name, "model_from", stage.model_from, MODEL_STAGES)
+
+
+def _resolve_stage(recipe: Recipe, name: str, stage: Stage) -> Stage:
+    update: dict[str, object] = {"resources": stage.resources or recipe.resources}
+    if not isinstance(stage, PrepareDataStage):
+        update["data_from"] = stage.data_from or _earlier(recipe, name, PrepareDataStage)[-1]
+    models = _earlier(recipe, name, MODEL_STAGES)
+    if isinstance(stage, EvaluateStage):
+        update["models_from"] = stage.models_from or tuple(models)
+    if isinstance(stage, DistillStage):
+        update["teacher_from"] = stage.teacher_from or models[-1]
+    if isinstance(stage, ReinforceStage):
+        update["model_from"] = stage.model_from or models[-1]
+    return stage.model_copy(update=update)

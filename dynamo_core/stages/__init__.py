@@ -1,0 +1,31 @@
+"""Stages: each is a function of a folder that holds spec.json, and leaves manifest.json behind.
+
+`run(folder)` works in-process, for tests and notebooks; `python -m dynamo_core.stages <folder>` is the process that
+a recipe run launches. Importing this package imports no stage, so that data stages never load torch's companions.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from dynamo_core.stages.context import StageContext
+from dynamo_core.stages.manifest import MANIFEST, UNLISTED, write_manifest
+
+KEPT = UNLISTED - {MANIFEST, "error.json"}
+
+
+def run(folder: Path) -> None:
+    """Run the stage in `folder` on this rank; rank 0 writes its manifest.
+
+    Raises:
+        DynamoError: with the exit code that its kind carries.
+    """
+    context = StageContext.open(folder)
+    module = importlib.import_module(f"dynamo_core.stages.{context.spec.stage.type}")
+    try:
+        metrics = module.run(context)
+    finally:
+        context.metrics.close()
+    if context.rank == 0:
+        write_manifest(folder, context.spec.key, metrics, context.spec.versions)

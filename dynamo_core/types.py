@@ -46,6 +46,14 @@ class PromptRow:
 
 
 @dataclass(frozen=True)
+class Demonstration:
+    """A conversation that ends with an assistant turn, to imitate."""
+
+    prompt_id: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. `temperature` 0 means greedy. It divides logits on every log-prob path."""
 

@@ -45,12 +45,15 @@ class Optimizer(Frozen):
     warmup_steps: NonNegativeInt = 0
 
 
+Precision = Literal["float32", "bfloat16"]
+
+
 class Engine(Frozen):
     """How DeepSpeed holds the model while it trains."""
 
     zero_stage: Annotated[int, Field(ge=0, le=2)] = 0
     """0 is fastest for tiny models; 1 shards optimizer states, 2 gradients as well."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     """bfloat16 keeps float32 master weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from dynamo_core.config.base import Frozen, NonNegativeFloat, PositiveFloat, PositiveInt, Sampling, Share
+from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.stage_base import TrainingStage
 
 GROUP_ESTIMATORS = ("grpo", "rloo")
@@ -57,7 +58,7 @@ class Modulation(Frozen):
     expectation: Literal["vocabulary", "sequence"]
     """vocabulary: exact entropy change; sequence: the release's estimate."""
     normaliser: Literal["max"] | Annotated[float, Field(gt=0, lt=1)]
-    """What |entropy change| is divided by: its maximum or a quantile over the mini-batch."""
+    """What |entropy change| is divided by: its maximum or a quantile over all of a step's rollouts."""
 
 
 class PolicyLoss(Frozen):
@@ -82,6 +83,8 @@ class ReinforceStage(TrainingStage):
     type: Literal["reinforce"]
     preset: Literal["grpo", "rloo", "exact"]
     """Fills in every switch below that the recipe leaves out, while the recipe is loaded."""
+    model: PretrainedModel | None = None
+    """The policy to start from; leave out with `model_from`."""
     model_from: str | None = None
     data_from: str | None = None
     prompts_per_step: PositiveInt
@@ -107,6 +110,11 @@ class ReinforceStage(TrainingStage):
     loss: PolicyLoss
 
     @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole stage."""
+        return self.steps * self.updates_per_step
+
+    @property
     def budget(self) -> int:
         """Rollouts of one step."""
         return self.prompts_per_step * self.rollouts_per_prompt
@@ -126,9 +134,10 @@ class ReinforceStage(TrainingStage):
     def _feasible(self) -> Self:
         if not self.n_low <= self.rollouts_per_prompt <= self.n_high:
             raise ValueError(
-                f"rollouts_per_prompt ({self.rollouts_per_prompt}) must lie within the bounds {self.n_low}..{self.n_high}"
-                f" that allocation.low/high and the estimator '{self.estimator}' give: the budget"
-                f" {self.budget} is outside {self.prompts_per_step}x{self.n_low}..{self.prompts_per_step}x{self.n_high}"
+                f"rollouts_per_prompt ({self.rollouts_per_prompt}) must lie within the bounds"
+                f" {self.n_low}..{self.n_high} that allocation.low/high and the estimator '{self.estimator}' give:"
+                f" the budget {self.budget} is outside"
+                f" {self.prompts_per_step}x{self.n_low}..{self.prompts_per_step}x{self.n_high}"
             )
         if self.prompts_per_step % self.updates_per_step:
             raise ValueError(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+from pydantic import model_validator
+
 from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveInt, Resources
 
 
@@ -21,3 +25,19 @@ class TrainingStage(BaseStage):
     """Rows a rank computes at once; changes memory and speed, not the result."""
     optimizer: Optimizer
     engine: Engine = Engine()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole stage."""
+        return self.steps
+
+    @model_validator(mode="after")
+    def _trainable(self) -> Self:
+        if self.optimizer.warmup_steps >= self.optimizer_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be below the stage's"
+                f" {self.optimizer_steps} optimizer steps"
+            )
+        if self.engine.precision == "bfloat16" and self.engine.zero_stage == 0:
+            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 or 2, which keep float32 masters")
+        return self

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dynamo_core.config.base import Frozen, PositiveFloat, PositiveInt, Sampling, Share
+from dynamo_core.config.base import Frozen, PositiveFloat, PositiveInt, Precision, Sampling, Share
 from dynamo_core.config.data import Source, Split
 from dynamo_core.config.models import Model
 from dynamo_core.config.reinforce import MathAnswerReward, ReinforceStage
@@ -76,6 +76,8 @@ class EvaluateStage(BaseStage):
     ks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 2, 4, 8)
     sampling: Sampling
     reward: MathAnswerReward = MathAnswerReward()
+    precision: Precision = "float32"
+    """Of the weights while answering."""
     bootstrap: PositiveInt = 2000
     """Resamples of the prompts behind each 95 % interval."""
     latency: Latency = Latency()

@@ -1,0 +1,1 @@
+"""Data: reading, validating, generating, templating and batching rows."""

@@ -1,0 +1,147 @@
+"""Built-in data: chains of additions, subtractions and products with worked solutions, some of them wrong.
+
+    user       6*7+15-8=?
+    assistant  6*7=42
+               42+15=57
+               57-8=49
+               #### 49
+
+A *noisy* demonstration has a slip in one partial result. Everything after it is worked out correctly from the wrong
+value, and because only the first operation may be a product, the final answer is off by exactly the slip: a noisy
+demonstration is never right by accident. Imitation learns this noise; a verifiable reward removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from dynamo_core.config.data import ArithmeticSource
+from dynamo_core.data.schema import RawRow
+from dynamo_core.errors import DataError
+
+# Sizes chosen so that a model of 0.3 M parameters learns a step within some hundred updates, and so that there are
+# about 3,000 distinct problems of two terms, the rarest kind.
+LIMIT: Final = 99
+"""Partial results lie within 0..LIMIT: at most two digits and no sign."""
+FIRST: Final = 79
+"""Largest first term, so that FIRST + OTHERS does not pass LIMIT."""
+OTHERS: Final = 20
+"""Largest further term."""
+FACTORS: Final = (2, 9)
+"""Smallest and largest factor of a product."""
+PRODUCT_SHARE: Final = 0.2
+"""Share of the problems that begin with a product."""
+SLIPS: Final = (-10, -2, -1, 1, 2, 10)
+"""What a slip adds to a partial result: a lost carry, or a miscount by one or two."""
+_TRIES: Final = 60
+"""Draws allowed per problem wanted before the range of distinct problems counts as used up."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A problem: terms and the operations between them, worked out from left to right."""
+
+    terms: tuple[int, ...]
+    operations: tuple[str, ...]
+
+    @property
+    def question(self) -> str:
+        """The problem as the user asks it."""
+        rest = (f"{operation}{term}" for operation, term in zip(self.operations, self.terms[1:], strict=True))
+        return f"{self.terms[0]}{''.join(rest)}=?"
+
+    def partial_results(self, slip_at: int = -1, slip: int = 0) -> list[int]:
+        """The result after each operation, with `slip` added to that of operation `slip_at`."""
+        results, value = [], self.terms[0]
+        for index, (operation, term) in enumerate(zip(self.operations, self.terms[1:], strict=True)):
+            value = _apply(value, operation, term) + (slip if index == slip_at else 0)
+            results.append(value)
+        return results
+
+    def solution(self, results: Sequence[int]) -> str:
+        """The worked solution that has these partial results."""
+        lines, value = [], self.terms[0]
+        for operation, term, result in zip(self.operations, self.terms[1:], results, strict=True):
+            lines.append(f"{value}{operation}{term}={result}")
+            value = result
+        return "\n".join([*lines, f"#### {value}"])
+
+
+def generate(source: ArithmeticSource, seed: int) -> Iterator[RawRow]:
+    """`source.problems` distinct problems, each with its right answer and a demonstration that may be wrong.
+
+    The problems depend on the seed and the numbers of terms alone: other shares of noise leave them as they are.
+
+    Raises:
+        DataError: there are not enough distinct problems with some number of terms.
+    """
+    row = 0
+    for index, (terms, wrong_share) in enumerate(zip(source.terms, source.wrong_share, strict=True)):
+        count = source.problems // len(source.terms) + (index < source.problems % len(source.terms))
+        noise = np.random.default_rng([seed, terms, 1])
+        for chain in _distinct_chains(count, terms, np.random.default_rng([seed, terms, 0])):
+            results = chain.partial_results()
+            shown = _with_slip(chain, noise) if noise.random() < wrong_share else results
+            yield RawRow(
+                file=source.type,
+                row=row,
+                source=source.type,
+                turns=(("user", chain.question), ("assistant", chain.solution(shown))),
+                answer=str(results[-1]),
+                answer_given=True,
+                difficulty=str(terms),
+                own_id=None,
+            )
+            row += 1
+
+
+def _distinct_chains(count: int, terms: int, rng: np.random.Generator) -> list[Chain]:
+    chains: dict[Chain, None] = {}
+    for _ in range(_TRIES * count):
+        if len(chains) == count:
+            break
+        chains.setdefault(_draw_chain(terms, rng))
+    if len(chains) < count:
+        raise DataError(
+            f"there are not enough distinct problems with {terms} terms: {count} wanted, {len(chains)} found",
+            "lower source.problems or add larger entries to source.terms",
+        )
+    return list(chains)
+
+
+def _draw_chain(terms: int, rng: np.random.Generator) -> Chain:
+    """A random problem all of whose partial results lie within 0..LIMIT."""
+    if rng.random() < PRODUCT_SHARE:
+        first, second = (int(factor) for factor in rng.integers(FACTORS[0], FACTORS[1], size=2, endpoint=True))
+        values, operations, value = [first, second], ["*"], first * second
+    else:
+        value = int(rng.integers(1, FIRST, endpoint=True))
+        values, operations = [value], []
+    while len(values) < terms:
+        term = int(rng.integers(1, OTHERS, endpoint=True))
+        possible = [sign for sign in "+-" if 0 <= _apply(value, sign, term) <= LIMIT]
+        operation = possible[int(rng.integers(len(possible)))]
+        value = _apply(value, operation, term)
+        values.append(term)
+        operations.append(operation)
+    return Chain(tuple(values), tuple(operations))
+
+
+def _with_slip(chain: Chain, rng: np.random.Generator) -> list[int]:
+    """Partial results with one slip, chosen evenly among those that keep all of them within 0..LIMIT.
+
+    There always is one: a slip of +1 or -1 in the last operation.
+    """
+    slipped = (chain.partial_results(at, slip) for at in range(len(chain.operations)) for slip in SLIPS)
+    possible = [results for results in slipped if all(0 <= value <= LIMIT for value in results)]
+    return possible[int(rng.integers(len(possible)))]
+
+
+def _apply(value: int, operation: str, term: int) -> int:
+    if operation == "*":
+        return value * term
+    return value + term if operation == "+" else value - term

@@ -1,0 +1,1 @@
+"""Evaluation: estimators of quality and what they cost to obtain."""

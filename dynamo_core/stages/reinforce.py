@@ -1,0 +1,147 @@
+"""DynaMO policy optimisation, as the method reads: allocate, collect and score, credit, modulate, update, observe.
+
+Left out here on purpose: no reference model and no critic (estimators compare siblings), and statistics live in the
+trainer keyed by prompt id, never in the data loader.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dynamo_core.algorithms import advantages, modulation
+from dynamo_core.algorithms.allocation import allocate
+from dynamo_core.algorithms.prompt_stats import PromptStats
+from dynamo_core.config.reinforce import ReinforceStage
+from dynamo_core.data.rows import read_prompts
+from dynamo_core.data.templates import encode_prompt
+from dynamo_core.errors import DataError
+from dynamo_core.rewards.protocol import make_reward
+from dynamo_core.rollout.batch import policy_batch
+from dynamo_core.rollout.collector import Collector, PromptSampler, PromptTask, ScoredRollout
+from dynamo_core.rollout.transformers_engine import TransformersEngine
+from dynamo_core.stages.context import StageContext
+from dynamo_core.stages.inputs import existing_model
+from dynamo_core.stages.reinforce_report import StepReport
+from dynamo_core.training import distributed
+from dynamo_core.training.deepspeed.engine import TrainingEngine
+from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.models import eos_ids, parameter_count, save_model
+from dynamo_core.training.policy import TokenScorer
+from dynamo_core.training.policy_update import PolicyBatch, aggregation_weights, update
+from dynamo_core.types import Sampling
+
+TABLE_INTERVAL = 5
+"""Steps between two parts of the allocation and sample tables."""
+
+
+def run(context: StageContext) -> dict[str, float]:
+    """Train and save the policy; returns the final metrics."""
+    stage = cast(ReinforceStage, context.spec.stage)
+    with distributed.start(context.spec.resources, always_group=True) as ranks:
+        model, tokenizer = existing_model(context, stage.model, stage.engine, ranks)
+        rows = read_prompts(context.input("data") / "data", "rl")
+        tasks = {row.prompt_id: PromptTask(row, encode_prompt(tokenizer, row.messages)) for row in rows}
+        if len(tasks) < stage.prompts_per_step:
+            raise DataError(
+                f"prompts_per_step is {stage.prompts_per_step} but the data holds {len(tasks)} training prompts",
+                "a step needs distinct prompts: lower prompts_per_step or add data",
+            )
+        rollout_engine = TransformersEngine(
+            model, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
+        )
+        collector = Collector(rollout_engine, tokenizer, make_reward(stage.reward), tasks, ranks)
+        if stage.engine.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine = TrainingEngine(
+            TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
+        )
+        loop(context, stage, ranks, collector, rollout_engine, engine, sorted(tasks))
+        if ranks.first:
+            save_model(model, tokenizer, context.folder / "model")
+        ranks.barrier()
+        return {**context.metrics.last, "parameters": float(parameter_count(model))}
+
+
+def loop(
+    context: StageContext,
+    stage: ReinforceStage,
+    ranks: Ranks,
+    collector: Collector,
+    rollout_engine: TransformersEngine,
+    engine: TrainingEngine,
+    prompt_ids: list[str],
+) -> None:
+    """The method."""
+    sampler = PromptSampler(prompt_ids, context.spec.seed)
+    stats = PromptStats(stage.statistics.prior, stage.statistics.discount)
+    sampling = Sampling(stage.sampling.temperature, stage.sampling.max_new_tokens, context.spec.seed)
+    for step in range(1, stage.steps + 1):
+        started = time.perf_counter()
+        chosen = sampler.next(stage.prompts_per_step)
+        variance = stats.variance(chosen)
+        counts = allocated(stage, variance)
+        scored = collector.collect(chosen, counts, step=step, sampling=sampling)
+        collected = time.perf_counter()
+        batch = policy_batch(scored, chosen)
+        credit_BL = credit(stage, batch)
+        advantages_BL = modulated(stage, batch, credit_BL)
+        updated = update(engine, batch, advantages_BL, stage, ranks)
+        rollout_engine.weight_version = step
+        observe(stats, scored)
+        report = StepReport(step, chosen, variance, counts, scored, batch, credit_BL, advantages_BL, updated)
+        context.metrics.write(
+            step, {**report.values(), **stats.metrics()}, report.timings(started, collected, time.perf_counter())
+        )
+        context.tables.append("allocations", report.allocation_rows())
+        context.tables.append("samples", report.sample_rows())
+        if step % TABLE_INTERVAL == 0 or step == stage.steps:
+            context.tables.flush(step)
+
+
+def allocated(stage: ReinforceStage, variance: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Rollouts of each prompt, [N]: they sum to the step's budget and lie within its bounds."""
+    rule = stage.allocation
+    return allocate(variance, stage.budget, stage.n_low, stage.n_high, rule=rule.rule, objective=rule.objective)
+
+
+def credit(stage: ReinforceStage, batch: PolicyBatch) -> torch.Tensor:
+    """The estimator's advantage of each rollout on each of its tokens, [B, L]."""
+    advantages_B = advantages.ESTIMATORS[stage.estimator](batch.rewards_B, batch.group_B)
+    return torch.where(batch.mask_BL, advantages_B.unsqueeze(-1).to(batch.old_log_prob_BL.dtype), 0.0)
+
+
+def modulated(stage: ReinforceStage, batch: PolicyBatch, advantages_BL: torch.Tensor) -> torch.Tensor:
+    """Advantages times the token factors, [B, L].
+
+    Entropy and its change are those of the sampling policy (ratio 1, nothing clipped), over all of the step's
+    rollouts: one scope, whatever the mini-batches, micro-batches and ranks.
+    """
+    config = stage.modulation
+    bracket_BL = batch.bracket_BL
+    if config.expectation == "sequence":
+        old = batch.old_log_prob_BL
+        bracket_BL = modulation.sequence_bracket(old.exp() * (old + batch.entropy_BL), batch.mask_BL)
+    weight = None
+    if stage.aggregation != "token-mean":
+        weight = aggregation_weights(batch, stage, np.arange(len(batch.rows)))
+    change_BL = modulation.entropy_change_from_bracket(
+        bracket_BL, batch.old_log_prob_BL, batch.old_log_prob_BL, advantages_BL, batch.mask_BL,
+        eps_low=stage.loss.eps_low, eps_high=stage.loss.eps_high, weight=weight,
+    )  # fmt: skip
+    constants = modulation.Modulation(
+        alpha=config.alpha, lambda_min=config.lambda_min, gamma=config.gamma, tau=config.tau,
+        normaliser=config.normaliser, compensation=config.compensation, stabilisation=config.stabilisation,
+    )  # fmt: skip
+    return modulation.modulate(advantages_BL, batch.entropy_BL, change_BL, batch.mask_BL, config=constants)
+
+
+def observe(stats: PromptStats, scored: list[ScoredRollout]) -> None:
+    """Credit each rollout's raw correctness to its own prompt."""
+    for item in scored:
+        stats.observe(item.rollout.prompt_id, item.verdict.correct)
+    stats.end_step()

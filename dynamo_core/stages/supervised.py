@@ -1,0 +1,94 @@
+"""What sft and distill share: the starting model, the loop with its metrics, and the saved folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dynamo_core.config.models import ScratchModel
+from dynamo_core.config.stages import DistillStage, SftStage
+from dynamo_core.data.rows import read_demonstrations
+from dynamo_core.data.templates import train_tokenizer
+from dynamo_core.stages.context import StageContext
+from dynamo_core.stages.inputs import existing_model
+from dynamo_core.training.deepspeed.engine import TrainingEngine
+from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.models import (
+    DTYPES,
+    build_scratch,
+    load_tokenizer,
+    parameter_count,
+    save_model,
+)
+from dynamo_core.training.supervised import encode_rows, train
+from dynamo_core.types import Demonstration
+
+
+def start_model(
+    context: StageContext,
+    stage: SftStage | DistillStage,
+    ranks: Ranks,
+    demonstrations: list[Demonstration],
+    tokenizer_from: Path | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the stage starts from, on this rank's device, and its tokenizer.
+
+    Args:
+        tokenizer_from: folder of the tokenizer that a model from scratch uses; none: one is trained on the data.
+    """
+    if not isinstance(stage.model, ScratchModel):
+        return existing_model(context, stage.model, stage.engine, ranks)
+    if tokenizer_from is None:
+        texts = (message.content for row in demonstrations for message in row.messages)
+        tokenizer = train_tokenizer(texts, stage.model.vocab_size)
+    else:
+        tokenizer = load_tokenizer(tokenizer_from)
+    return build_scratch(stage.model, tokenizer, context.spec.seed).to(ranks.device, DTYPES[stage.engine.precision]), tokenizer
+
+
+def fit(
+    context: StageContext,
+    stage: SftStage | DistillStage,
+    ranks: Ranks,
+    loss: nn.Module,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    demonstrations: list[Demonstration],
+) -> dict[str, float]:
+    """Train `model` through `loss`, save it, and return the final metrics."""
+    encoded = encode_rows(tokenizer, demonstrations, stage.max_length)
+    context.tables.append(
+        "left_out", [{"prompt_id": prompt_id, "reason": "too_long"} for prompt_id in encoded.too_long]
+    )
+    context.tables.flush(0)
+    if stage.engine.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = TrainingEngine(
+        loss, ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
+    )
+    train(
+        engine,
+        encoded.rows,
+        ranks,
+        context.metrics.write,
+        steps=stage.steps,
+        batch_size=stage.batch_size,
+        micro_batch_size=stage.micro_batch_size,
+        seed=context.spec.seed,
+    )
+    if ranks.first:
+        save_model(model, tokenizer, context.folder / "model")
+    ranks.barrier()
+    return {
+        **context.metrics.last,
+        "rows": float(len(encoded.rows)),
+        "rows_too_long": float(len(encoded.too_long)),
+        "parameters": float(parameter_count(model)),
+    }
+
+
+def demonstrations_of(context: StageContext) -> list[Demonstration]:
+    """The demonstrations of the stage's data input."""
+    return read_demonstrations(context.input("data") / "data")

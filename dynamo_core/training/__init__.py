@@ -1,0 +1,1 @@
+"""Training: models, scoring of tokens, ranks, and the DeepSpeed engines."""

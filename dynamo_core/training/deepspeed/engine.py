@@ -1,0 +1,176 @@
+"""A model under DeepSpeed: accumulate backward passes, then take one optimizer step.
+
+The caller's loss terms already carry their share of one global denominator (all rows, all ranks), so gradients are
+*summed*: nothing is divided by the number of micro-batches or ranks (verl#5366, transformers#34191).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynamo_core.algorithms.schedules import factor
+from dynamo_core.config.base import Engine as EngineConfig
+from dynamo_core.config.base import Optimizer as OptimizerConfig
+from dynamo_core.errors import NumericalFailure
+from dynamo_core.training.distributed import Ranks
+
+
+def _load_deepspeed(device: torch.device) -> Any:
+    """Import deepspeed quietly, set up for `device`."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on a launcher's variable, even for one process
+    import deepspeed  # noqa: PLC0415  (5 s; only training stages pay for it)
+    from deepspeed import ops  # noqa: PLC0415
+    from deepspeed.utils import logger  # noqa: PLC0415
+
+    logger.setLevel("ERROR")
+    if device.type == "cpu":
+        # Else DeepSpeed compiles a shared-memory collective for a minute at first use; gloo gives the same numbers.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+
+
+class TrainingEngine:
+    """One trainable module under DeepSpeed. `module` is called through `forward`, its gradients go to `step`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        *,
+        optimizer: OptimizerConfig,
+        engine: EngineConfig,
+        total_steps: int,
+        optimizer_class: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        """Args:
+        total_steps: optimizer steps of the whole stage, for the schedule.
+        optimizer_class: tests may swap AdamW for an optimizer whose updates are linear in the gradient.
+        """
+        self._config = optimizer
+        self._zero = engine.zero_stage
+        self._ranks = ranks
+        self._total_steps = total_steps
+        self._steps = 0
+        self.device = ranks.device
+        module.train()  # every dropout is 0; gradient checkpointing only works in this mode
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        torch_optimizer = (optimizer_class or self._adamw)(parameters)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, message=".*collective.*|.*is deprecated.*")
+            deepspeed = _load_deepspeed(ranks.device)
+            deepspeed.init_distributed(dist_backend="nccl" if ranks.device.type == "cuda" else "gloo", verbose=False)
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=module, optimizer=torch_optimizer, config=self._deepspeed_config(engine)
+            )
+        if ranks.world_size == 1 and not engine.zero_stage:
+            # One process has nothing to reduce: saves a copy of all gradients a step, and lets float64 models train.
+            self._engine.enable_backward_allreduce = False
+
+    def _adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        config = self._config
+        return torch.optim.AdamW(
+            parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+
+    def _deepspeed_config(self, engine: EngineConfig) -> dict[str, Any]:
+        # train_batch_size only feeds DeepSpeed's own throughput counters here.
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            # backward() only accumulates and step() is the boundary: no fixed accumulation window (open-instruct#1498).
+            "managed_gradient_accumulation": False,
+            "steps_per_print": None,
+            "wall_clock_breakdown": False,
+            "zero_allow_untested_optimizer": True,
+            # ZeRO clips inside its own step; at stage 0 the norm is also needed for the non-finite guard (see step).
+            "gradient_clipping": self._config.grad_clip if engine.zero_stage else 0.0,
+        }
+        if engine.zero_stage:
+            config["zero_optimization"] = {"stage": engine.zero_stage, "overlap_comm": False}
+        if engine.precision == "bfloat16":
+            config["bf16"] = {"enabled": True}
+        return config
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself, for generation and saving."""
+        module: nn.Module = self._engine.module
+        return module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with DeepSpeed's hooks in place."""
+        return self._engine(*args, **kwargs)
+
+    def accumulate(self, loss: torch.Tensor) -> None:
+        """Backward pass of one micro-batch's share of the loss.
+
+        DeepSpeed averages gradients over ranks; multiplying by their number makes that a sum.
+        """
+        self._engine.backward(loss * self._ranks.world_size, scale_wrt_gas=False)
+
+    def step(self, loss: float) -> StepReport:
+        """Reduce over ranks, check, clip and update.
+
+        Args:
+            loss: this step's loss on this rank, already read; it is checked on all ranks before anything moves.
+
+        Raises:
+            NumericalFailure: a non-finite loss or gradient, on all ranks alike.
+        """
+        step = self._steps + 1
+        (total,) = self._ranks.sum([loss])
+        if not math.isfinite(total):
+            raise NumericalFailure(f"the loss is {total} at optimizer step {step}", "lower optimizer.lr", step)
+        lr = self._config.lr * factor(
+            self._config.schedule, self._steps, total=self._total_steps, warmup=self._config.warmup_steps
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        norm = self._update(step)
+        self._steps = step
+        return StepReport(grad_norm=norm, lr=lr)
+
+    def _update(self, step: int) -> float:
+        if self._zero:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+            _check_norm(norm, step)
+            return norm
+        norms: list[float] = []
+
+        def clip(*_: object) -> None:
+            parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+            norms.append(float(nn.utils.clip_grad_norm_(parameters, self._config.grad_clip, foreach=False)))
+            _check_norm(norms[0], step)
+
+        # Runs after DeepSpeed has summed gradients over ranks and before the optimizer touches a weight.
+        hook = self._optimizer.register_step_pre_hook(clip)
+        try:
+            self._engine.step()
+        finally:
+            hook.remove()
+        return norms[0]
+
+
+def _check_norm(norm: float, step: int) -> None:
+    if not math.isfinite(norm):
+        raise NumericalFailure(f"the gradient norm is {norm} at optimizer step {step}", "lower optimizer.lr", step)

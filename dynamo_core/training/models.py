@@ -1,0 +1,117 @@
+"""Models: made from a recipe, loaded from a folder or hub id, saved as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers.utils import logging as transformers_logging
+
+from dynamo_core.config.models import PretrainedModel, ScratchModel
+from dynamo_core.data.templates import all_eos_ids
+from dynamo_core.errors import RecipeError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NO_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout")
+
+
+def build_scratch(spec: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A randomly initialised model for `tokenizer`; equal seeds give equal weights, whatever ran before."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.width,
+        intermediate_size=spec.ffn_width,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    return cast(PreTrainedModel, model)
+
+
+def load_model(
+    source: str | Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal language model from a folder or hub id, every dropout off.
+
+    Raises:
+        RecipeError: nothing there, or not a model that transformers can load without remote code.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        _switch_off_dropout(config)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot load a model from '{source}': {_first_line(error)}", "give a model folder") from error
+    return cast(PreTrainedModel, model.to(device))
+
+
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id.
+
+    Raises:
+        RecipeError: nothing there, or the tokenizer has no chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot load a tokenizer from '{source}': {_first_line(error)}") from error
+    if tokenizer.chat_template is None:
+        raise RecipeError(f"the tokenizer of '{source}' has no chat template", "use an instruction-tuned model")
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def load_pretrained(
+    spec: PretrainedModel, *, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer that a recipe names."""
+    path = str(Path(spec.path).expanduser()) if spec.path.startswith("~") else spec.path
+    tokenizer = load_tokenizer(path, trust_remote_code=spec.trust_remote_code)
+    return load_model(path, dtype=dtype, device=device, trust_remote_code=spec.trust_remote_code), tokenizer
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a folder that plain `AutoModelForCausalLM.from_pretrained` loads; it carries no local path."""
+    transformers_logging.disable_progress_bar()
+    model.config.name_or_path = ""
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.name_or_path = ""
+    tokenizer.save_pretrained(folder)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token id that ends a turn (TRL#2387: passing one of several lets the model run on)."""
+    return all_eos_ids(tokenizer, model.generation_config)
+
+
+def parameter_count(model: PreTrainedModel) -> int:
+    """Distinct parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _switch_off_dropout(config: PretrainedConfig) -> None:
+    """Dropout makes the ratio of the first update differ from 1 (TRL#3234)."""
+    for name in _NO_DROPOUT:
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

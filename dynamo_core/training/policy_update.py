@@ -1,0 +1,142 @@
+"""The policy update: a step's rollouts in mini-batches of whole prompts, one optimizer step each.
+
+Every rank holds the whole step, so aggregation weights and modulation are global by construction; ranks differ only
+in the rows they run forward and backward.
+Letters: B rollouts, L tokens of the longest sequence (prompt and response), columns as in data/batching.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dynamo_core.algorithms import losses
+from dynamo_core.config.reinforce import ReinforceStage
+from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
+from dynamo_core.training.deepspeed.engine import TrainingEngine
+from dynamo_core.training.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """All scorable rollouts of one step. [B, L] arrays are zero outside the policy's own tokens."""
+
+    rows: Sequence[TokenRow]
+    group_B: torch.Tensor  # int64: the prompt's place in the step
+    rewards_B: torch.Tensor
+    mask_BL: torch.Tensor  # bool
+    old_log_prob_BL: torch.Tensor
+    entropy_BL: torch.Tensor
+    bracket_BL: torch.Tensor
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row, prompt included."""
+        return np.array([len(row.token_ids) for row in self.rows], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Sums over the optimizer steps of one rollout step, divided by their number."""
+
+    values: dict[str, float]
+    padding_share: float
+
+
+def aggregation_weights(batch: PolicyBatch, stage: ReinforceStage, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Token weights [len(rows), L] of the mini-batch `rows`: its only denominator, over all ranks."""
+    return losses.aggregation_weights(
+        batch.mask_BL[rows],
+        batch.group_B[rows],
+        aggregation=stage.aggregation,
+        horizon=stage.sampling.max_new_tokens if stage.aggregation.endswith("-norm") else None,
+    )
+
+
+def mini_batches(batch: PolicyBatch, stage: ReinforceStage) -> Iterator[npt.NDArray[np.int64]]:
+    """Row indices of each mini-batch: equally many whole prompts, in the step's order."""
+    prompts = stage.prompts_per_step // stage.updates_per_step
+    part_B = (batch.group_B // prompts).numpy()
+    for part in range(stage.updates_per_step):
+        yield np.flatnonzero(part_B == part)
+
+
+def update(
+    engine: TrainingEngine, batch: PolicyBatch, advantages_BL: torch.Tensor, stage: ReinforceStage, ranks: Ranks
+) -> UpdateReport:
+    """`stage.updates_per_step` optimizer steps on `batch`.
+
+    Raises:
+        NumericalFailure: a non-finite loss or gradient.
+    """
+    totals: dict[str, float] = {}
+    cells = real = 0
+    for rows in mini_batches(batch, stage):
+        weights_BL = torch.zeros_like(advantages_BL)
+        weights_BL[rows] = aggregation_weights(batch, stage, rows).to(weights_BL.dtype)
+        # A row without advantage has no gradient. Denominators above still count it.
+        active = rows[(advantages_BL[rows] != 0).any(-1).numpy()]
+        arrays = _Arrays(batch, advantages_BL, weights_BL, tokens=int(batch.mask_BL[active].sum()))
+        sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS), 0.0)
+        for chosen in micro_batches(batch.lengths[active].tolist(), stage.micro_batch_size, ranks.rank, ranks.world_size):
+            picked = active[chosen]
+            cells += _micro_step(engine, arrays, stage, picked, sums)
+            real += int(batch.lengths[picked].sum())
+        done = engine.step(sums["policy/loss"])
+        values = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
+        for name, value in {**values, "policy/grad_norm": done.grad_norm, "policy/lr": done.lr}.items():
+            totals[name] = totals.get(name, 0.0) + value / stage.updates_per_step
+    cells_all, real_all = ranks.sum([cells, real])
+    return UpdateReport(totals, 1 - real_all / cells_all if cells_all else 0.0)
+
+
+_CLIP_METRICS = tuple(f"policy/{name}" for name in ("clipfrac", "dual_clipfrac", "ppo_kl", "approx_kl", "ratio"))
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """What a mini-batch's micro-batches pick rows from."""
+
+    batch: PolicyBatch
+    advantages_BL: torch.Tensor
+    weights_BL: torch.Tensor
+    tokens: int
+    """Tokens of all active rows, over all ranks: the denominator of the clip metrics."""
+
+
+def _micro_step(
+    engine: TrainingEngine,
+    arrays: _Arrays,
+    stage: ReinforceStage,
+    picked: npt.NDArray[np.int64],
+    sums: dict[str, float],
+) -> int:
+    """Forward and backward of some rows, added to `sums`; returns the padded cells computed.
+
+    No rows: one row with weight 0 keeps the ranks' collectives symmetric.
+    """
+    rows = picked if picked.size else np.array([0], dtype=np.int64)
+    tokens = pad_rows([arrays.batch.rows[row] for row in rows])
+    width, device = tokens.token_ids_BL.shape[1], engine.device
+
+    def part(values_BL: torch.Tensor) -> torch.Tensor:
+        return values_BL[rows, :width].to(device)
+
+    weights_BL = part(arrays.weights_BL) * float(picked.size > 0)
+    scores = engine.forward(tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device), stage.sampling.temperature)
+    old_BL, advantages_BL = part(arrays.batch.old_log_prob_BL), part(arrays.advantages_BL)
+    clip = stage.loss.model_dump()
+    loss = losses.policy_loss(scores.log_prob_BL, old_BL, advantages_BL, weights_BL, **clip)
+    engine.accumulate(loss)
+    if not picked.size:
+        return 0
+    token_mean_BL = part(arrays.batch.mask_BL) / arrays.tokens
+    metrics = losses.clip_metrics(scores.log_prob_BL.detach(), old_BL, advantages_BL, token_mean_BL, **clip)
+    sums["policy/loss"] += float(loss.detach())
+    for name in _CLIP_METRICS:
+        sums[name] += float(metrics[name.removeprefix("policy/")])
+    return len(rows) * width

@@ -1,0 +1,171 @@
+"""The loop behind sft and distill: batches of demonstrations, one denominator a batch over all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dynamo_core.algorithms.distillation import cross_entropy, forward_kl
+from dynamo_core.data.batching import TokenRow, length_bucketed_batches, micro_batches, pad_rows
+from dynamo_core.data.templates import encode_demonstration
+from dynamo_core.errors import DataError
+from dynamo_core.training.deepspeed.engine import TrainingEngine
+from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.policy import TargetStates, TokenScorer
+from dynamo_core.types import Demonstration
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits of one model held at once while distilling, in elements."""
+
+
+class Report(Protocol):
+    """Where a step's metrics go."""
+
+    def __call__(self, step: int, values: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """Record one step."""
+        ...
+
+
+class NextTokenLoss(nn.Module):
+    """Cross-entropy with the data, weighted by token."""
+
+    parts = ("cross_entropy",)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._scorer = [TokenScorer(model)]  # in a list: its parameters are the model's own
+
+    def forward(
+        self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """(loss, *parts), scalars; `weights_BL` carry the denominator."""
+        scores = self._scorer[0](token_ids_BL, target_mask_BL)
+        loss = -(weights_BL * scores.log_prob_BL).sum()
+        return loss, loss.detach()
+
+
+class DistillationLoss(nn.Module):
+    """Forward KL to the teacher at a temperature, mixed with cross-entropy with the data (Hinton et al. 2015)."""
+
+    parts = ("cross_entropy", "kl")
+
+    def __init__(
+        self, student: PreTrainedModel, teacher: PreTrainedModel, *, temperature: float, kl_weight: float
+    ) -> None:
+        super().__init__()
+        self.model = student
+        self._targets = (TargetStates(student), TargetStates(teacher))
+        self._temperature = temperature
+        self._kl_weight = kl_weight
+
+    def forward(
+        self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """(loss, *parts), scalars; `weights_BL` carry the denominator."""
+        predicts_BL = target_mask_BL[:, 1:]
+        targets_N = token_ids_BL[:, 1:][predicts_BL]
+        weights_N = weights_BL[:, 1:][predicts_BL]
+        student, teacher = self._targets
+        student_NH = student.states(token_ids_BL, predicts_BL)
+        with torch.no_grad():
+            teacher_NH = teacher.states(token_ids_BL, predicts_BL)
+        vocabulary = student.logits(student_NH[:1]).shape[-1]
+        size = max(1, CHUNK_ELEMENTS // vocabulary)
+        sums = [
+            checkpoint(self._chunk, student_NH[rows], teacher_NH[rows], targets_N[rows], weights_N[rows], use_reentrant=False)
+            for rows in (slice(start, start + size) for start in range(0, len(targets_N), size))
+        ]
+        entropy, divergence = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+        loss = self._kl_weight * divergence + (1 - self._kl_weight) * entropy
+        return loss, entropy.detach(), divergence.detach()
+
+    def _chunk(
+        self, student_NH: torch.Tensor, teacher_NH: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        student, teacher = self._targets
+        logits_NV = student.logits(student_NH)
+        with torch.no_grad():
+            teacher_logits_NV = teacher.logits(teacher_NH)
+        entropy = cross_entropy(logits_NV, targets_N, weights_N)
+        # The temperature's square keeps the gradient's size (Hinton et al. 2015, section 2).
+        scale = self._temperature**2
+        return entropy, forward_kl(logits_NV, teacher_logits_NV, weights_N, temperature=self._temperature) * scale
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Token rows of demonstrations, and the prompt ids of those left out as too long."""
+
+    rows: list[TokenRow]
+    too_long: list[str] = field(default_factory=list)
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration], max_length: int
+) -> EncodedRows:
+    """Encode demonstrations; only assistant tokens are targets.
+
+    Raises:
+        DataError: every row is longer than `max_length`.
+    """
+    encoded = EncodedRows([])
+    for demonstration in demonstrations:
+        row = encode_demonstration(tokenizer, demonstration.messages)
+        if len(row.token_ids) > max_length:
+            encoded.too_long.append(demonstration.prompt_id)
+        else:
+            encoded.rows.append(TokenRow(tuple(row.token_ids), tuple(row.loss_mask)))
+    if not encoded.rows:
+        raise DataError(f"all {len(demonstrations)} demonstrations are longer than max_length {max_length} tokens")
+    return encoded
+
+
+def train(
+    engine: TrainingEngine,
+    rows: Sequence[TokenRow],
+    ranks: Ranks,
+    report: Report,
+    *,
+    steps: int,
+    batch_size: int,
+    micro_batch_size: int,
+    seed: int,
+) -> None:
+    """`steps` optimizer steps over length-bucketed batches of `rows`."""
+    generator = np.random.Generator(np.random.Philox(seed))
+    lengths = np.array([len(row.token_ids) for row in rows])
+    batches = length_bucketed_batches(lengths.tolist(), batch_size, steps, generator)
+    for step, batch in enumerate(batches, start=1):
+        started = time.perf_counter()
+        tokens = sum(sum(rows[index].target_mask) for index in batch)
+        totals = torch.zeros(1 + len(engine.module.parts), dtype=torch.float64)
+        for chosen in micro_batches(lengths[batch].tolist(), micro_batch_size, ranks.rank, ranks.world_size):
+            totals += _micro_step(engine, [rows[index] for index in batch[chosen]] or [rows[batch[0]]], tokens, len(chosen))
+        done = engine.step(float(totals[0]))
+        loss, *parts = ranks.sum(totals.tolist())
+        names = [f"train/{name}" for name in engine.module.parts]
+        seconds = time.perf_counter() - started
+        report(
+            step,
+            {"train/loss": loss, **dict(zip(names, parts, strict=True)), "train/grad_norm": done.grad_norm, "train/lr": done.lr},
+            {"seconds/step": seconds, "tokens_per_second": int(lengths[batch].sum()) / seconds},
+        )
+
+
+def _micro_step(engine: TrainingEngine, rows: list[TokenRow], tokens: int, real: int) -> torch.Tensor:
+    """Forward and backward of one micro-batch; with `real` 0 the row only keeps collectives symmetric."""
+    batch = pad_rows(rows)
+    weights_BL = batch.target_mask_BL.float() / tokens if real else torch.zeros(batch.target_mask_BL.shape)
+    device = engine.device
+    loss, *parts = engine.forward(batch.token_ids_BL.to(device), batch.target_mask_BL.to(device), weights_BL.to(device))
+    engine.accumulate(loss)
+    return torch.tensor([float(loss.detach()), *(float(part) for part in parts)], dtype=torch.float64)

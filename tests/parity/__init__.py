@@ -1,0 +1,1 @@
+"""The mathematics against reference numbers, slow twins and properties."""

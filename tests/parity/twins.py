@@ -1,0 +1,347 @@
+"""Slow twins: every vectorised formula once more, with plain Python loops and numbers.
+
+Written from the equations, not from the code under test; nothing here is fast or shared with it.
+Arrays are nested lists.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+Matrix = list[list[float]]
+
+# --- allocation ---------------------------------------------------------------------------------
+
+GAINS: dict[str, Callable[[float, int], float]] = {
+    "neyman": lambda c, n: c / (n * (n + 1)),
+    "rloo": lambda c, n: c / (n * (n - 1)),
+    "drgrpo": lambda c, n: c * ((n * n - n - 1) / (n * (n + 1)) ** 2),
+}
+COSTS: dict[str, Callable[[float, int], float]] = {
+    "neyman": lambda c, n: c / n,
+    "rloo": lambda c, n: c / (n - 1),
+    "drgrpo": lambda c, n: c * (n - 1) / n**2,
+}
+
+
+def objective(c: Sequence[float], n: Sequence[int], name: str) -> float:
+    return math.fsum(COSTS[name](ci, ni) for ci, ni in zip(c, n, strict=True))
+
+
+def heap_optimum(c: Sequence[float], budget: int, low: int, high: int, name: str) -> list[int]:
+    """One rollout at a time to the largest gain; ties to the smaller n, then the lower index."""
+    n = [low] * len(c)
+    heap = [(-GAINS[name](ci, low), low, i) for i, ci in enumerate(c) if low < high]
+    heapq.heapify(heap)
+    for _ in range(budget - low * len(c)):
+        _, current, i = heapq.heappop(heap)
+        n[i] = current + 1
+        if n[i] < high:
+            heapq.heappush(heap, (-GAINS[name](c[i], n[i]), n[i], i))
+    return n
+
+
+def heap_cost(
+    c: Sequence[float], q: Sequence[float], budget: float, low: int, high: int, name: str
+) -> list[int]:
+    """The same on the gain of c/q, skipping what no longer fits into the cost budget."""
+    n = [low] * len(c)
+    left = budget - low * math.fsum(q)
+    heap = [(-GAINS[name](ci / qi, low), low, i) for i, (ci, qi) in enumerate(zip(c, q, strict=True))]
+    heapq.heapify(heap)
+    while heap:
+        _, current, i = heapq.heappop(heap)
+        if current == high or q[i] > left:
+            continue
+        left -= q[i]
+        n[i] = current + 1
+        heapq.heappush(heap, (-GAINS[name](c[i] / q[i], n[i]), n[i], i))
+    return n
+
+
+def brute_force(c: Sequence[float], budget: int, low: int, high: int, name: str) -> float:
+    """The smallest objective over all feasible plans."""
+    plans = itertools.product(range(low, high + 1), repeat=len(c))
+    return min(objective(c, plan, name) for plan in plans if sum(plan) == budget)
+
+
+def waterfall(weights: Sequence[float], budget: int, low: int, high: int) -> list[int]:
+    n = [low] * len(weights)
+    left = budget - low * len(weights)
+    while left:
+        below = [i for i in range(len(n)) if n[i] < high]
+        total = math.fsum(weights[i] for i in below)
+        shares = [left * weights[i] / total if total > 1e-12 else left / len(below) for i in below]
+        given = [math.floor(share) for share in shares]
+        order = sorted(range(len(below)), key=lambda j: (given[j] - shares[j], j))
+        for j in order[: left - sum(given)]:
+            given[j] += 1
+        for j, i in enumerate(below):
+            added = min(given[j], high - n[i])
+            n[i] += added
+            left -= added
+    return n
+
+
+def kkt(
+    c: Sequence[float], q: Sequence[float], budget: float, low: int, high: int, shift: int
+) -> list[float]:
+    """clip(shift + theta sigma / sqrt q) with theta by 300 bisections; zeros share what is left."""
+
+    def plan(theta: float) -> list[float]:
+        raw = [shift + theta * math.sqrt(ci) / math.sqrt(qi) for ci, qi in zip(c, q, strict=True)]
+        return [min(max(value, low), high) for value in raw]
+
+    def spent(n: Sequence[float]) -> float:
+        return math.fsum(qi * ni for qi, ni in zip(q, n, strict=True))
+
+    positive = [math.sqrt(ci) / math.sqrt(qi) for ci, qi in zip(c, q, strict=True) if ci > 0]
+    bottom, top = 0.0, high / min(positive) if positive else 0.0
+    if spent(plan(top)) <= budget:
+        n = plan(top)
+        zeros = math.fsum(qi for ci, qi in zip(c, q, strict=True) if ci == 0)
+        rest = budget - math.fsum(qi * high for ci, qi in zip(c, q, strict=True) if ci > 0)
+        return [ni if ci > 0 else rest / zeros for ci, ni in zip(c, n, strict=True)]
+    for _ in range(300):
+        middle = 0.5 * (bottom + top)
+        bottom, top = (middle, top) if spent(plan(middle)) <= budget else (bottom, middle)
+    return plan(bottom)
+
+
+# --- prompt statistics --------------------------------------------------------------------------
+
+
+def discounted_counts(visits: Sequence[Sequence[bool]], discount: float) -> tuple[float, float]:
+    """(k, G) of a prompt's visits, oldest first: the newest weighs 1, each earlier one `discount` less."""
+    k = G = 0.0
+    for age, visit in enumerate(reversed(visits)):
+        k += discount**age * sum(visit)
+        G += discount**age * len(visit)
+    return k, G
+
+
+def bernoulli_variance(k: float, G: float, alpha: float, beta: float) -> float:
+    a, b = alpha + k, beta + G - k
+    mean = a / (a + b)
+    return mean * (1 - mean) * (a + b) / (a + b + 1)  # E[p] - E[p^2]
+
+
+def official_rank(k: float, G: float) -> float:
+    if G < 4:
+        return -1.0
+    if k / G >= 0.85:
+        return 0.01
+    return max(k * (G - k) / (G * (G - 1)) + 1e-6 * (1 - k / G), 0.01)
+
+
+# --- token statistics and modulation ------------------------------------------------------------
+
+
+def token_statistics(logits: Sequence[float], action: int) -> tuple[float, float, float, float]:
+    """(log p_a, H, bracket, p_a Lambda_a) from the whole distribution."""
+    top = max(logits)
+    log_z = top + math.log(math.fsum(math.exp(z - top) for z in logits))
+    log_p = [z - log_z for z in logits]
+    p = [math.exp(value) for value in log_p]
+    entropy = -math.fsum(pk * lk for pk, lk in zip(p, log_p, strict=True) if pk > 0)
+    centred = [value + entropy if value > -math.inf else 0.0 for value in log_p]
+    expectation = math.fsum(pk * pk * lam for pk, lam in zip(p, centred, strict=True))
+    pi_lambda = p[action] * centred[action]
+    return log_p[action], entropy, pi_lambda - expectation, pi_lambda
+
+
+def xi(lp: float, old: float, advantage: float, eps_low: float, eps_high: float) -> float:
+    ratio = math.exp(lp - old)
+    if advantage > 0 and ratio <= 1 + eps_high:
+        return ratio * advantage
+    if advantage < 0 and ratio >= 1 - eps_low:
+        return ratio * advantage
+    return 0.0
+
+
+def entropy_change(
+    logits: Any, actions: Any, old: Any, advantages: Any, mask: Any, *,
+    eps_low: float, eps_high: float, expectation: str, weight: Any = None,
+) -> Matrix:  # fmt: skip
+    result = []
+    for b, row in enumerate(mask):
+        tokens = [t for t, m in enumerate(row) if m]
+        stats = {t: token_statistics(logits[b][t], actions[b][t]) for t in tokens}
+        mean = math.fsum(stats[t][3] for t in tokens) / max(len(tokens), 1)
+        out = [0.0] * len(row)
+        for t in tokens:
+            lp, _, bracket, pi_lambda = stats[t]
+            inner = bracket if expectation == "vocabulary" else pi_lambda - mean
+            w = 1.0 if weight is None else weight[b][t]
+            out[t] = -w * xi(lp, old[b][t], advantages[b][t], eps_low, eps_high) * inner
+        result.append(out)
+    return result
+
+
+def _masked(values: Any, mask: Any) -> list[float]:
+    return [v for row, ms in zip(values, mask, strict=True) for v, m in zip(row, ms, strict=True) if m]
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def modulate(advantages: Any, entropy: Any, change: Any, mask: Any, config: Any) -> Matrix:
+    inside = _masked(entropy, mask)
+    low, high = min(inside), max(inside)
+    moved = [abs(value) for value in _masked(change, mask)]
+    scale = max(moved) if config.normaliser == "max" else quantile(moved, config.normaliser)
+    result = []
+    for b, row in enumerate(mask):
+        out = []
+        for t, m in enumerate(row):
+            value = advantages[b][t] if m else 0.0
+            if m and config.compensation and value > 0:
+                value *= 1 + config.alpha * (high - entropy[b][t]) / (high - low + 1e-8)
+            if m and config.stabilisation:
+                x = abs(change[b][t]) / (scale + 1e-8)
+                lam = config.lambda_min
+                value *= lam + (1 - lam) / (1 + math.exp(config.gamma * (x - config.tau)))
+            out.append(value)
+        result.append(out)
+    return result
+
+
+# --- advantages ---------------------------------------------------------------------------------
+
+
+def group_advantage(rewards: Sequence[float], group: Sequence[int], kind: str) -> list[float]:
+    result = []
+    for r, g in zip(rewards, group, strict=True):
+        members = [x for x, h in zip(rewards, group, strict=True) if h == g]
+        n = len(members)
+        if max(members) == min(members):
+            result.append(0.0)
+            continue
+        mean = math.fsum(members) / n
+        squares = math.fsum((x - mean) ** 2 for x in members)
+        result.append({
+            "rloo": r - (math.fsum(members) - r) / (n - 1),
+            "dr_grpo": r - mean,
+            "grpo_ddof1": (r - mean) / (math.sqrt(squares / (n - 1)) + 1e-6),
+            "grpo_ddof0": (r - mean) / (math.sqrt(squares / n) + 1e-6),
+        }[kind])  # fmt: skip
+    return result
+
+
+def gae(
+    rewards: Any, values: Any, mask: Any, gamma: float, lam: float, bootstrap: Any = None
+) -> Matrix:
+    """sum_l (gamma lam)^l delta_{t+l} over the row's masked tokens, directly."""
+    result = []
+    for b, row in enumerate(mask):
+        tokens = [t for t, m in enumerate(row) if m]
+        end = 0.0 if bootstrap is None else bootstrap[b]
+        following = [values[b][t] for t in tokens[1:]] + [end]
+        deltas = [
+            rewards[b][t] + gamma * after - values[b][t]
+            for t, after in zip(tokens, following, strict=True)
+        ]
+        out = [0.0] * len(row)
+        for i, t in enumerate(tokens):
+            out[t] = math.fsum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
+        result.append(out)
+    return result
+
+
+def whiten(values: Any, mask: Any, weight: Any = None) -> Matrix:
+    inside = _masked(values, mask)
+    if weight is None:
+        mean = math.fsum(inside) / len(inside)
+        variance = math.fsum((v - mean) ** 2 for v in inside) / (len(inside) - 1)
+    else:
+        w = _masked(weight, mask)
+        mean = math.fsum(a * b for a, b in zip(w, inside, strict=True)) / math.fsum(w)
+        variance = math.fsum(a * (b - mean) ** 2 for a, b in zip(w, inside, strict=True)) / math.fsum(w)
+    scale = math.sqrt(variance + 1e-8)
+    return [
+        [(v - mean) / scale if m else 0.0 for v, m in zip(row, ms, strict=True)]
+        for row, ms in zip(values, mask, strict=True)
+    ]
+
+
+# --- losses -------------------------------------------------------------------------------------
+
+
+def aggregation(mask: Any, group: Sequence[int], name: str, horizon: float) -> Matrix:
+    """The weight of one token at a time."""
+    lengths = [sum(bool(m) for m in row) for row in mask]
+    rows = [b for b, length in enumerate(lengths) if length]
+    prompts = {group[b] for b in rows}
+
+    def weight(b: int) -> float:
+        siblings = [r for r in rows if group[r] == group[b]]
+        return {
+            "token-mean": 1 / sum(lengths),
+            "seq-mean-token-sum": 1 / len(rows),
+            "seq-mean-token-mean": 1 / (len(rows) * lengths[b]),
+            "seq-mean-token-sum-norm": 1 / (len(rows) * horizon),
+            "official-seq-mean-token-sum-norm(no batch mean)": 1 / len(mask[b]),
+            "prompt-mean-seq-mean-token-mean": 1 / (len(prompts) * len(siblings) * lengths[b]),
+            "prompt-mean-token-mean": 1 / (len(prompts) * sum(lengths[r] for r in siblings)),
+            "prompt-mean-token-sum-norm": 1 / (len(prompts) * len(siblings) * horizon),
+        }[name]
+
+    return [[weight(b) if m else 0.0 for m in row] for b, row in enumerate(mask)]
+
+
+def surrogate(
+    lp: float, old: float, advantage: float, eps_low: float, eps_high: float, dual: float | None
+) -> float:
+    ratio = math.exp(min(max(lp - old, -20.0), 20.0))
+    clipped = min(max(ratio, 1 - eps_low), 1 + eps_high)
+    loss = max(-advantage * ratio, -advantage * clipped)
+    if dual is not None and advantage < 0:
+        loss = min(loss, -advantage * dual)
+    return loss
+
+
+def weighted_sum(weights: Any, token: Callable[[int, int], float]) -> float:
+    return math.fsum(
+        w * token(b, t) for b, row in enumerate(weights) for t, w in enumerate(row) if w
+    )
+
+
+def softmax(logits: Sequence[float], temperature: float = 1.0) -> list[float]:
+    top = max(logits)
+    e = [math.exp((z - top) / temperature) for z in logits]
+    return [value / math.fsum(e) for value in e]
+
+
+def kl(p: Sequence[float], q: Sequence[float]) -> float:
+    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def jsd(p: Sequence[float], q: Sequence[float], beta: float) -> float:
+    """p the teacher, q the student."""
+    if beta == 0:
+        return kl(p, q)
+    if beta == 1:
+        return kl(q, p)
+    m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+# --- evaluation ---------------------------------------------------------------------------------
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - prod_{i<k} (n - c - i) / (n - i): the chance that k draws without replacement all fail."""
+    failure = Fraction(1)
+    for i in range(k):
+        failure *= Fraction(max(n - c - i, 0), n - i)
+    return float(1 - failure)

@@ -24,7 +24,7 @@ from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.recipe import Recipe
 from dynamo_core.config.stages import DistillStage, PrepareDataStage, SftStage, Stage
 from dynamo_core.errors import RecipeError
-from dynamo_core.stages.manifest import MANIFEST, Manifest, file_digest, find_damage, read_manifest
+from dynamo_core.stages.manifest import MANIFEST, Manifest, file_digest, find_damage, read_manifest, write_atomically
 from tasks.code import code_digest
 from tasks.store import Store
 
@@ -121,7 +121,7 @@ class StageReference(Frozen):
     payload_digest: str
     metrics: dict[str, float]
     mlflow_run_id: str | None
-    """The run that recorded the computation; none when the tracking server was away."""
+    """The run that recorded the computation; none as long as the tracking server has not taken it."""
 
 
 def read_reference(store: Store, key: str) -> StageReference | None:
@@ -130,6 +130,11 @@ def read_reference(store: Store, key: str) -> StageReference | None:
         return StageReference.model_validate_json(store.reference_file(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def write_reference(store: Store, reference: StageReference) -> None:
+    """Remember what its key led to."""
+    write_atomically(store.reference_file(reference.key), reference.model_dump_json(indent=1) + "\n")
 
 
 def look_up(store: Store, name: str, key: str) -> Hit | Miss:

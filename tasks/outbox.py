@@ -6,10 +6,13 @@ run ends. What then cannot be delivered within a few seconds is given up with a 
 
 from __future__ import annotations
 
+import hashlib
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -31,6 +34,14 @@ CLOSE_SECONDS: Final = 60.0
 CLOSE_SECONDS_WHEN_AWAY: Final = 3.0
 """How long it waits while the server does not answer, or after a signal."""
 
+_CLIENT_SETTINGS: Final = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+
 Record = Callable[["Recorder"], None]
 
 
@@ -41,23 +52,31 @@ def status_of(kind: type[BaseException] | None) -> str:
     return "FAILED" if issubclass(kind, Exception) else "KILLED"
 
 
+@dataclass(frozen=True)
+class TrackingTarget:
+    """Where records go. `artifacts` is the folder of new experiments' artifacts; none: the server decides."""
+
+    uri: str
+    artifacts: Path | None
+
+
 class Tracker:
     """The tracking of one run of a recipe. Use it as a context: whatever happens, the run gets its final status."""
 
-    def __init__(self, store: Store, recipe: Recipe, run_id: str) -> None:
+    def __init__(self, store: Store, recipe: Recipe, run_id: str, target: TrackingTarget) -> None:
         self._recipe = recipe
         self._run_id = run_id
         self._store = store
+        self._target = target
         self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver_all, name="tracking", daemon=True)
         self._away = threading.Event()
         self._closing = threading.Event()
-        self.stage_run_ids: dict[str, str] = {}
-        """Stage name -> MLflow run, for the stages whose run exists by now."""
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.post(lambda recorder: recorder.start_run())
+        digest = hashlib.sha256(self._recipe.model_dump_json().encode()).hexdigest()
+        self.post(lambda recorder: recorder.start_run(digest))
         return self
 
     def __exit__(
@@ -90,10 +109,15 @@ class Tracker:
         self.post(lambda recorder: recorder.stage_cached(reference))
 
     def _deliver_all(self) -> None:
+        # Explicit settings win. Giving up is quick, as this thread tries again.
+        for name, value in _CLIENT_SETTINGS.items():
+            os.environ.setdefault(name, value)
         # Here, so that importing MLflow takes this thread two seconds and not the run.
         from tasks import tracking  # noqa: PLC0415
 
-        recorder = tracking.Recorder(self._store, self._recipe, self._run_id, self.stage_run_ids)
+        recorder = tracking.Recorder(
+            self._store, self._recipe, self._run_id, self._target.uri, self._target.artifacts
+        )
         warned = False
         while (record := self._queue.get()) is not None:
             while True:
@@ -128,13 +152,8 @@ class StageRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        name, status, cause = self._spec.name, status_of(kind), "" if error is None else str(error)
-        self._tracker.post(lambda recorder: recorder.end_stage(name, status, cause))
-
-    @property
-    def run_id(self) -> str | None:
-        """The stage's MLflow run, once it exists."""
-        return self._tracker.stage_run_ids.get(self._spec.name)
+        status, cause = status_of(kind), "" if error is None else str(error)
+        self._tracker.post(lambda recorder: recorder.end_stage(self._spec, status, cause))
 
     def follow(self, lines: list[MetricsLine], allocations: Iterable[Path]) -> None:
         """Record new metrics lines, and new parts of the allocation table."""

@@ -15,8 +15,8 @@ from prefect.tasks import Task
 
 from dynamo_core.config.recipe import Recipe
 from dynamo_core.config.spec import StageSpec
-from dynamo_core.stages.manifest import Manifest, write_atomically
-from tasks.cache import Hit, StageReference, library_versions, locked, look_up, read_reference
+from dynamo_core.stages.manifest import Manifest
+from tasks.cache import Hit, StageReference, library_versions, locked, look_up, read_reference, write_reference
 from tasks.follow import StageFollower
 from tasks.launch import StageLost, run_stage_process
 from tasks.outbox import Tracker
@@ -123,7 +123,8 @@ def _compute(session: Session, name: str, key: str, inputs: dict[str, str]) -> S
 
         manifest = run_stage_process(folder, spec, watch)
         record.finish(folder, manifest)
+        # Before the stage's record ends: the tracker then adds its run's id.
+        reference = _reference(name, key, folder, manifest, None)
+        write_reference(session.store, reference)
     say(f"{name}: done in {time.monotonic() - started:.0f} s")
-    reference = _reference(name, key, folder, manifest, record.run_id)
-    write_atomically(session.store.reference_file(key), reference.model_dump_json(indent=1) + "\n")
     return reference

@@ -254,6 +254,7 @@ def whiten(
     Raises:
         AlgorithmError: shapes that do not match, empty mask.
     """
+    same_shape(mask=mask, advantages=advantages)
     mean, variance = moments(advantages, mask, weight) if scope is None else scope
     chosen = mask != 0
     centred = zero_outside(chosen, advantages) - mean

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from dynamo_core.algorithms.checks import choice, matrix, number, same_shape, zero_outside
+from dynamo_core.algorithms.checks import choice, fail, matrix, number, same_shape, zero_outside
 from dynamo_core.algorithms.logit_statistics import logit_statistics
 
 EXPECTATIONS: Final = ("vocabulary", "sequence")
@@ -47,7 +47,9 @@ def entropy_change(
         AlgorithmError: unknown expectation, shapes that do not match, negative clip range.
     """
     choice("expectation", expectation, EXPECTATIONS)
-    same_shape(actions=actions, mask=mask)
+    same_shape(mask=mask, actions=actions)
+    if logits.shape[:-1] != mask.shape:
+        fail("logits", f"of shape {tuple(logits.shape)}", f"{tuple(mask.shape)} + (V,)")
     chosen = mask != 0
     inside = zero_outside(chosen.unsqueeze(-1), logits)
     token = logit_statistics(inside, torch.where(chosen, actions, torch.zeros_like(actions)))

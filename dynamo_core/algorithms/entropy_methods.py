@@ -133,9 +133,7 @@ def entropy_advantage(
     same_shape(mask=mask, advantages=advantages, entropy=entropy)
     chosen = mask != 0
     advantage = zero_outside(chosen, advantages)
-    bonus = torch.minimum(
-        alpha * zero_outside(chosen, entropy.detach()), advantage.abs() / kappa
-    )
+    bonus = torch.minimum(alpha * zero_outside(chosen, entropy.detach()), advantage.abs() / kappa)
     return advantage + bonus
 
 
@@ -151,7 +149,7 @@ def w_reinforce(correct: torch.Tensor, *, positive: float = 0.1) -> torch.Tensor
     other = ~right & (correct != 0)
     if bool(other.any()):
         fail("correct", float(correct[other][0]), "0 or 1 in every row")
-    return torch.where(right, positive, -1.0).double()
+    return right.double() * (positive + 1) - 1
 
 
 def fork_tokens(

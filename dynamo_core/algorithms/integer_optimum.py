@@ -13,7 +13,9 @@ Shapes: N prompts, U undecided units.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,9 @@ from dynamo_core.algorithms.checks import FloatArray, IntArray
 
 # Variances below this share of the largest count as zero: their gains would underflow.
 _NEGLIGIBLE = 2.0**-900
+# With many prompts the threshold is first sought among about this many of them.
+_SAMPLE = 8192
+_NEAR = 1.02
 
 
 def _gain_neyman(c: FloatArray, n: FloatArray) -> FloatArray:
@@ -70,6 +75,34 @@ def _units_above(
     return n.astype(np.int64) - n_low
 
 
+def _first_guess(
+    c: FloatArray, price: FloatArray, *, extra: float, bounds: tuple[int, int], objective: str
+) -> float:
+    """threshold^-1/2 near the solution, from every k-th prompt where there are many."""
+    step = c.size // _SAMPLE
+    if step > 1:
+        some = slice(step // 2, None, step)
+        part, part_price = c[some], price[some]
+        part_extra = extra * float(part_price.sum() / price.sum())
+        room = float((part_price * (part > 0)).sum()) * (bounds[1] - bounds[0])
+        if part_extra < room:
+            few = 0.02 * part.size * float(price.max())
+            found = _bracket(
+                part, part_price, extra=part_extra, few=few, bounds=bounds, objective=objective
+            )
+            return math.sqrt(found.x_top * found.x_bottom)
+    return (extra + bounds[0] * float(price.sum())) / float((price * np.sqrt(c)).sum())
+
+
+class _Bracket(NamedTuple):
+    """Units [N] above the thresholds x^-2: `fits` into the budget, `over` fills it or more."""
+
+    fits: IntArray
+    over: IntArray
+    x_top: float
+    x_bottom: float
+
+
 def _bracket(
     c: FloatArray,
     price: FloatArray,
@@ -78,35 +111,38 @@ def _bracket(
     few: float,
     bounds: tuple[int, int],
     objective: str,
-) -> tuple[IntArray, IntArray]:
-    """Units above two thresholds: the first set fits into `extra`, the second fills it or more.
+) -> _Bracket:
+    """Narrow the thresholds until the units between them cost at most `few` (or none lies between).
 
-    The thresholds are narrowed by interpolation in threshold^-1/2, in which the number of units is
-    nearly linear, until the units between them cost at most `few` or no threshold lies between
-    them.
+    By interpolation in x = threshold^-1/2, in which the number of units is nearly linear, and by
+    the geometric mean whenever that has not halved the bracket.
     """
     n_low, n_high = bounds
     positive = c[c > 0]
-    top = float(marginal_gain(positive.max(), n_low, objective))
-    bottom = 0.5 * float(marginal_gain(positive.min(), n_high - 1, objective))
+    x_top = float(marginal_gain(positive.max(), n_low, objective)) ** -0.5
+    x_bottom = (0.5 * float(marginal_gain(positive.min(), n_high - 1, objective))) ** -0.5
     fits = np.zeros(c.size, dtype=np.int64)
     over = np.where(c > 0, n_high - n_low, 0).astype(np.int64)
     used, over_used = 0.0, float((over * price).sum())
-    x_top, x_bottom = top**-0.5, bottom**-0.5
-    guess = (extra + c.size * n_low) / float(np.sqrt(c).sum())
+    guess = _first_guess(c, price, extra=extra, bounds=bounds, objective=objective)
+    tries = [guess * _NEAR, guess / _NEAR]
+    halved = True
     while over_used - used > few:
-        x = min(max(guess, x_top + 0.05 * (x_bottom - x_top)), x_bottom - 0.05 * (x_bottom - x_top))
-        threshold = x**-2.0
-        if not bottom < threshold < top:
-            break
-        units = _units_above(c, threshold, n_low, n_high, objective)
+        width = math.log(x_bottom / x_top)
+        x = x_top + (x_bottom - x_top) * (extra - used) / (over_used - used)
+        x = tries.pop() if tries else x if halved else math.sqrt(x_top * x_bottom)
+        if not x_top < x < x_bottom:
+            x = math.sqrt(x_top * x_bottom)
+            if not x_top < x < x_bottom:
+                break
+        units = _units_above(c, x**-2.0, n_low, n_high, objective)
         spent = float((units * price).sum())
         if spent <= extra:
-            top, x_top, fits, used = threshold, x, units, spent
+            x_top, fits, used = x, units, spent
         else:
-            bottom, x_bottom, over, over_used = threshold, x, units, spent
-        guess = x_top + (x_bottom - x_top) * (extra - used) / max(over_used - used, 1.0)
-    return fits, over
+            x_bottom, over, over_used = x, units, spent
+        halved = math.log(x_bottom / x_top) < 0.5 * width
+    return _Bracket(fits, over, x_top, x_bottom)
 
 
 def _rank_undecided(
@@ -146,15 +182,16 @@ def integer_optimum(
             n[zeros[:odd]] += 1
         return n
     few = max(2.0 * c.size, 64.0)
-    fits, over = _bracket(
+    found = _bracket(
         c, np.ones(c.size), extra=extra, few=few, bounds=(n_low, n_high), objective=objective
     )
-    short = extra - int(fits.sum())
+    short = extra - int(found.fits.sum())
+    n += found.fits
     if short:
-        fits = fits + _rank_undecided(
-            c, fits, over, short=short, n_low=n_low, objective=objective
+        n += _rank_undecided(
+            c, found.fits, found.over, short=short, n_low=n_low, objective=objective
         )
-    return n + fits
+    return n
 
 
 def cost_aware_greedy(
@@ -175,9 +212,9 @@ def cost_aware_greedy(
         room = float((cost * (c > 0)).sum()) * (n_high - n_low)
         if c.max() > 0 and left < room:
             few = 64.0 * float(cost.max())
-            fits, _ = _bracket(
+            fits = _bracket(
                 c, cost, extra=left, few=few, bounds=(n_low, n_high), objective=objective
-            )
+            ).fits
     n = n_low + fits
     left = budget - float((cost * n).sum())
     gains = marginal_gain(c, n, objective)

@@ -48,7 +48,8 @@ def weighted_variance(variance: npt.ArrayLike, weight: npt.ArrayLike | None) -> 
         return c
     weight_N = non_negative_array("weight", weight)
     require(weight_N.shape == c.shape, "weight", f"of shape {weight_N.shape}", f"{c.shape}")
-    return non_negative_array("weight^2 * variance", weight_N**2 * c)
+    with np.errstate(over="ignore"):  # an overflow is reported with its index
+        return non_negative_array("weight^2 * variance", weight_N**2 * c)
 
 
 def cost_array(cost: npt.ArrayLike | None, size: int) -> FloatArray:
@@ -87,9 +88,7 @@ def _theta(s: FloatArray, q: FloatArray, budget: float, low: float, high: float)
     order = np.argsort(theta_2N, kind="stable")
     theta_2N = theta_2N[order]
     slope_2N = np.cumsum(np.concatenate([q * s, -q * s])[order])
-    spent_2N = low * q.sum() + np.concatenate(
-        [[0.0], np.cumsum(slope_2N[:-1] * np.diff(theta_2N))]
-    )
+    spent_2N = low * q.sum() + np.concatenate([[0.0], np.cumsum(slope_2N[:-1] * np.diff(theta_2N))])
     right = int(np.clip(np.searchsorted(spent_2N, budget), 1, theta_2N.size - 1))
     middle = 0.5 * (theta_2N[right - 1] + theta_2N[right])
     active = (enter < middle) & (middle < leave)

@@ -30,47 +30,37 @@ class TokenStatistics(NamedTuple):
     pi_lambda: torch.Tensor
 
 
+class _State(NamedTuple):
+    """The running maximum and the four sums, all [...]."""
+
+    maximum: torch.Tensor
+    s: torch.Tensor
+    su: torch.Tensor
+    q: torch.Tensor
+    qu: torch.Tensor
+
+
 class LogitSums:
     """The four sums, fed with one vocabulary chunk after another; differentiable in the logits."""
 
     def __init__(self) -> None:
-        self._maximum: torch.Tensor | None = None
-        self._sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._state: _State | None = None
 
     def update(self, logits_C: torch.Tensor) -> None:
         """Add the logits [..., C] of a chunk; -inf marks tokens that cannot occur."""
         z = at_least_float32(logits_C)
         maximum = z.detach().amax(-1)
-        if self._maximum is not None:
-            maximum = torch.maximum(maximum, self._maximum)
+        if self._state is not None:
+            maximum = torch.maximum(maximum, self._state.maximum)
         # a maximum of -inf (nothing possible so far) must not turn u into NaN
-        safe = torch.where(maximum == -torch.inf, torch.zeros_like(maximum), maximum)
+        safe = zero_outside(maximum != -torch.inf, maximum)
         u = z - safe.unsqueeze(-1)
         possible = u != -torch.inf
         u = zero_outside(possible, u)
         e = zero_outside(possible, u.exp())
         eu = e * u
-        new = (e.sum(-1), eu.sum(-1), (e * e).sum(-1), (e * eu).sum(-1))
-        self._sums = new if self._sums is None else self._merged(safe, new)
-        self._maximum = maximum
-
-    def _merged(
-        self, maximum: torch.Tensor, new: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Earlier sums moved to the new maximum, plus the new ones."""
-        assert self._sums is not None
-        assert self._maximum is not None
-        s, su, q, qu = self._sums
-        known = self._maximum != -torch.inf
-        drop = zero_outside(known, self._maximum - maximum)  # <= 0
-        scale = zero_outside(known, drop.exp())
-        square = scale * scale
-        return (
-            scale * s + new[0],
-            scale * (su + drop * s) + new[1],
-            square * q + new[2],
-            square * (qu + drop * q) + new[3],
-        )
+        new = _State(maximum, e.sum(-1), eu.sum(-1), (e * e).sum(-1), (e * eu).sum(-1))
+        self._state = new if self._state is None else _merged(self._state, new, safe)
 
     def statistics(self, action_logit: torch.Tensor) -> TokenStatistics:
         """The statistics, given the logit z_a of the token that was taken, [...].
@@ -78,16 +68,31 @@ class LogitSums:
         Raises:
             AlgorithmError: no chunk was added.
         """
-        if self._sums is None or self._maximum is None:
+        if self._state is None:
             fail("LogitSums", "empty", "updated with at least one chunk")
-        s, su, q, qu = self._sums
-        u_a = at_least_float32(action_logit) - self._maximum
+        maximum, s, su, q, qu = self._state
+        u_a = at_least_float32(action_logit) - maximum
         log_s, mean_u = s.log(), su / s
         log_prob = u_a - log_s
         p_a = log_prob.exp()
         pi_lambda = torch.where(p_a > 0, p_a * (u_a - mean_u), torch.zeros_like(p_a))
         expectation = (qu - mean_u * q) / (s * s)
         return TokenStatistics(log_prob, log_s - mean_u, pi_lambda - expectation, pi_lambda)
+
+
+def _merged(old: _State, new: _State, maximum: torch.Tensor) -> _State:
+    """The sums of both, `old` moved to the new maximum (given with -inf replaced)."""
+    known = old.maximum != -torch.inf
+    drop = zero_outside(known, old.maximum - maximum)  # <= 0
+    scale = zero_outside(known, drop.exp())
+    square = scale * scale
+    return _State(
+        new.maximum,
+        scale * old.s + new.s,
+        scale * (old.su + drop * old.s) + new.su,
+        square * old.q + new.q,
+        square * (old.qu + drop * old.q) + new.qu,
+    )
 
 
 def logit_statistics(

@@ -45,9 +45,7 @@ def surrogate(
 ) -> torch.Tensor:
     """The clipped surrogate of every token, [B, T]."""
     ratio = log_ratio.exp()
-    loss = torch.maximum(
-        -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
-    )
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high))
     if dual_clip is None:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)

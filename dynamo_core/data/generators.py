@@ -29,7 +29,7 @@ LIMIT: Final = 99
 """Partial results lie within 0..LIMIT: at most two digits and no sign."""
 FIRST: Final = 79
 """Largest first term, so that FIRST + OTHERS does not pass LIMIT."""
-OTHERS: Final = 20
+OTHERS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50)
 """Largest further term."""
 FACTORS: Final = (2, 9)
 """Smallest and largest factor of a product."""
@@ -122,7 +122,7 @@ def _draw_chain(terms: int, rng: np.random.Generator) -> Chain:
         value = int(rng.integers(1, FIRST, endpoint=True))
         values, operations = [value], []
     while len(values) < terms:
-        term = int(rng.integers(1, OTHERS, endpoint=True))
+        term = OTHERS[int(rng.integers(len(OTHERS)))]
         possible = [sign for sign in "+-" if 0 <= _apply(value, sign, term) <= LIMIT]
         operation = possible[int(rng.integers(len(possible)))]
         value = _apply(value, operation, term)

@@ -18,6 +18,9 @@ class RolloutEngine(Protocol):
     falls within rounding of an edge of the cumulative distribution (counted in `near_edge_draws`).
     """
 
+    weight_version: int
+    """Stamped on every rollout; the trainer raises it after each update."""
+
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """All rollouts of all requests."""
         ...
@@ -29,6 +32,7 @@ class ScriptedEngine:
     def __init__(self, script: Callable[[RolloutRequest, int], Sequence[int]], log_prob: float = -1.0) -> None:
         self._script = script
         self._log_prob = log_prob
+        self.weight_version = 0
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """One segment a rollout, every token with the same log-probability."""
@@ -55,5 +59,5 @@ class ScriptedEngine:
             prompt_token_ids=request.prompt_token_ids,
             segments=(segment,),
             finish_reason=FinishReason.LENGTH if cut else FinishReason.EOS,
-            weight_version=0,
+            weight_version=self.weight_version,
         )

@@ -23,6 +23,7 @@ from dynamo_core.errors import DataError
 from dynamo_core.rewards.protocol import make_reward
 from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.collector import Collector, PromptSampler, PromptTask, ScoredRollout
+from dynamo_core.rollout.engine import RolloutEngine
 from dynamo_core.rollout.transformers_engine import TransformersEngine
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
@@ -72,7 +73,7 @@ def loop(
     stage: ReinforceStage,
     ranks: Ranks,
     collector: Collector,
-    rollout_engine: TransformersEngine,
+    rollout_engine: RolloutEngine,
     engine: TrainingEngine,
     prompt_ids: list[str],
 ) -> None:

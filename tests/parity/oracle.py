@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ def load(name: str) -> Any:
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def cases(name: str, key: str = "cases") -> Iterator[Any]:
+def cases(name: str, key: str = "cases") -> list[Any]:
     """The cases of a file as pytest parameters, named by their id where they have one."""
-    for index, case in enumerate(load(name)[key]):
-        yield pytest.param(case, id=str(case.get("id", index)))
+    return [
+        pytest.param(case, id=str(case.get("id", index)))
+        for index, case in enumerate(load(name)[key])
+    ]
 
 
 def f64(values: Any) -> torch.Tensor:

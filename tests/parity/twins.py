@@ -4,6 +4,7 @@ Written from the equations, not from the code under test; nothing here is fast o
 Arrays are nested lists.
 """
 
+# ruff: noqa: PLR0917
 from __future__ import annotations
 
 import heapq
@@ -52,7 +53,9 @@ def heap_cost(
     """The same on the gain of c/q, skipping what no longer fits into the cost budget."""
     n = [low] * len(c)
     left = budget - low * math.fsum(q)
-    heap = [(-GAINS[name](ci / qi, low), low, i) for i, (ci, qi) in enumerate(zip(c, q, strict=True))]
+    heap = [
+        (-GAINS[name](ci / qi, low), low, i) for i, (ci, qi) in enumerate(zip(c, q, strict=True))
+    ]
     heapq.heapify(heap)
     while heap:
         _, current, i = heapq.heappop(heap)
@@ -117,7 +120,7 @@ def kkt(
 
 
 def discounted_counts(visits: Sequence[Sequence[bool]], discount: float) -> tuple[float, float]:
-    """(k, G) of a prompt's visits, oldest first: the newest weighs 1, each earlier one `discount` less."""
+    """(k, G) of a prompt's visits, oldest first; the newest weighs 1, older ones discounted."""
     k = G = 0.0
     for age, visit in enumerate(reversed(visits)):
         k += discount**age * sum(visit)
@@ -184,7 +187,9 @@ def entropy_change(
 
 
 def _masked(values: Any, mask: Any) -> list[float]:
-    return [v for row, ms in zip(values, mask, strict=True) for v, m in zip(row, ms, strict=True) if m]
+    return [
+        v for row, ms in zip(values, mask, strict=True) for v, m in zip(row, ms, strict=True) if m
+    ]
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -210,7 +215,8 @@ def modulate(advantages: Any, entropy: Any, change: Any, mask: Any, config: Any)
             if m and config.stabilisation:
                 x = abs(change[b][t]) / (scale + 1e-8)
                 lam = config.lambda_min
-                value *= lam + (1 - lam) / (1 + math.exp(config.gamma * (x - config.tau)))
+                steep = min(config.gamma * (x - config.tau), 700.0)
+                value *= lam + (1 - lam) / (1 + math.exp(steep))
             out.append(value)
         result.append(out)
     return result
@@ -246,7 +252,7 @@ def gae(
     for b, row in enumerate(mask):
         tokens = [t for t, m in enumerate(row) if m]
         end = 0.0 if bootstrap is None else bootstrap[b]
-        following = [values[b][t] for t in tokens[1:]] + [end]
+        following = [*(values[b][t] for t in tokens[1:]), end][: len(tokens)]
         deltas = [
             rewards[b][t] + gamma * after - values[b][t]
             for t, after in zip(tokens, following, strict=True)
@@ -266,7 +272,9 @@ def whiten(values: Any, mask: Any, weight: Any = None) -> Matrix:
     else:
         w = _masked(weight, mask)
         mean = math.fsum(a * b for a, b in zip(w, inside, strict=True)) / math.fsum(w)
-        variance = math.fsum(a * (b - mean) ** 2 for a, b in zip(w, inside, strict=True)) / math.fsum(w)
+        variance = math.fsum(
+            a * (b - mean) ** 2 for a, b in zip(w, inside, strict=True)
+        ) / math.fsum(w)
     scale = math.sqrt(variance + 1e-8)
     return [
         [(v - mean) / scale if m else 0.0 for v, m in zip(row, ms, strict=True)]
@@ -340,7 +348,7 @@ def jsd(p: Sequence[float], q: Sequence[float], beta: float) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - prod_{i<k} (n - c - i) / (n - i): the chance that k draws without replacement all fail."""
+    """1 - prod_{i<k} (n - c - i) / (n - i): k draws without replacement do not all fail."""
     failure = Fraction(1)
     for i in range(k):
         failure *= Fraction(max(n - c - i, 0), n - i)

@@ -1,0 +1,46 @@
+"""A rough size of a stage, worked out from its configuration alone."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dynamo_core.config.models import ScratchModel
+from dynamo_core.config.recipe import MODEL_STAGES, Recipe
+from dynamo_core.config.stage_base import TrainingStage
+from dynamo_core.config.stages import DistillStage, SftStage
+
+_TRAINING_BYTES: Final = 16
+"""A parameter in training: float32 weight, gradient and AdamW's two moments. bfloat16 with float32 masters: the same."""
+_WEIGHT_BYTES: Final = 4
+
+
+def parameter_count(model: ScratchModel) -> int:
+    """Parameters of a model from scratch, input and output embeddings shared; its vocabulary may turn out smaller."""
+    attention = 2 * model.width * model.head_dim * (model.heads + model.kv_heads) + 2 * model.head_dim
+    layer = attention + 3 * model.width * model.ffn_width + 2 * model.width
+    return model.vocab_size * model.width + model.layers * layer + model.width
+
+
+def model_of(recipe: Recipe, name: str) -> ScratchModel | None:
+    """The model from scratch that stage `name` trains, perhaps begun by an earlier stage; None for a pretrained one."""
+    stage = recipe.stages[name]
+    if isinstance(stage, (SftStage, DistillStage)) and stage.model is not None:
+        return stage.model if isinstance(stage.model, ScratchModel) else None
+    if isinstance(stage, MODEL_STAGES) and stage.model_from:
+        return model_of(recipe, stage.model_from)
+    return None
+
+
+def training_bytes(recipe: Recipe, name: str) -> int | None:
+    """Bytes a rank needs for weights, gradients and optimizer, activations not counted; None where it is unknown."""
+    stage, model = recipe.stages[name], model_of(recipe, name)
+    if model is None or not isinstance(stage, TrainingStage):
+        return None
+    assert stage.resources is not None, "the recipe is resolved"
+    parameters, ranks = parameter_count(model), stage.resources.processes
+    sharded = {0: 0, 1: 8, 2: 12}[stage.engine.zero_stage]
+    total = parameters * (_TRAINING_BYTES - sharded) + parameters * sharded // ranks
+    if isinstance(stage, DistillStage) and stage.teacher_from:
+        teacher = model_of(recipe, stage.teacher_from)
+        total += 0 if teacher is None else parameter_count(teacher) * _WEIGHT_BYTES
+    return total

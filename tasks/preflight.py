@@ -1,0 +1,86 @@
+"""What can be known to fail before anything starts: the machine, files, models and the store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dynamo_core.config.base import Resources
+from dynamo_core.config.data import MessagesSource
+from dynamo_core.config.models import PretrainedModel
+from dynamo_core.config.recipe import Recipe
+from dynamo_core.config.stages import DistillStage, PrepareDataStage, SftStage
+from dynamo_core.errors import RecipeError
+from tasks.launch import process_count
+
+
+def preflight(recipe: Recipe) -> None:
+    """Check that this machine can do what the resolved recipe asks.
+
+    Raises:
+        RecipeError: it cannot; the first reason.
+    """
+    for name, stage in recipe.stages.items():
+        where = f"stages.{name}"
+        assert stage.resources is not None, "the recipe is resolved"
+        _check_resources(f"{where}.resources", stage.resources, process_count(stage))
+        if isinstance(stage, PrepareDataStage) and isinstance(stage.source, MessagesSource):
+            _check_data(f"{where}.source.path", stage.source.path)
+        if isinstance(stage, (SftStage, DistillStage)) and isinstance(stage.model, PretrainedModel):
+            _check_model(f"{where}.model.path", stage.model.path)
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs that a stage process would see; found without torch, which takes seconds to load."""
+    present = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    return min(present, len([entry for entry in chosen.split(",") if entry.strip() not in ("", "-1")]))
+
+
+def _check_resources(where: str, resources: Resources, processes: int) -> None:
+    gpus, cores = gpu_count(), core_count()
+    if resources.device == "cuda" and not gpus:
+        raise RecipeError(f"{where}.device: is cuda, but this machine has no GPU", "use auto or cpu")
+    if resources.device != "cpu" and gpus:
+        if processes > gpus:
+            raise RecipeError(f"{where}.processes: is {processes}, but this machine has {gpus} GPUs")
+    elif processes * resources.threads > cores:
+        raise RecipeError(
+            f"{where}: processes x threads is {processes} x {resources.threads} ="
+            f" {processes * resources.threads}, but this machine has {cores} cores"
+        )
+
+
+def _check_data(where: str, given: str) -> None:
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise RecipeError(f"{where}: there is no file {given}", f"relative to {Path.cwd()}")
+    if path.stat().st_size == 0:
+        raise RecipeError(f"{where}: {given} is empty")
+    if not os.access(path, os.R_OK):
+        raise RecipeError(f"{where}: {given} cannot be read", "check its permissions")
+
+
+def _check_model(where: str, given: str) -> None:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise RecipeError(f"{where}: {given} is no model folder: it has no config.json")
+        return
+    looks_local = given.startswith(("/", ".", "~")) or given.count("/") != 1
+    if looks_local:
+        raise RecipeError(f"{where}: there is no model at {given}", "give a model folder or a hub id such as org/name")
+    # Here, as most recipes name no hub model.
+    from huggingface_hub import constants, try_to_load_from_cache  # noqa: PLC0415
+
+    if constants.is_offline_mode() and not isinstance(try_to_load_from_cache(given, "config.json"), str):
+        raise RecipeError(
+            f"{where}: {given} is not in the local hub cache and HF_HUB_OFFLINE is set", "download it first"
+        )

@@ -1,0 +1,47 @@
+"""The golden trajectory holds, and it is sensitive to what it guards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynamo_core.algorithms import advantages
+from tests.golden import trajectory
+
+
+def compare(found, expected):
+    """Bitwise on the recording processor and torch, else within 1e-9."""
+    if found["fingerprint"] == expected["fingerprint"]:
+        assert found == expected
+        return
+    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert {k: float.fromhex(v) for k, v in ours.items()} == pytest.approx(
+            {k: float.fromhex(v) for k, v in theirs.items()}, rel=1e-9, abs=1e-9
+        )
+    assert {k: float.fromhex(v) for k, v in found["parameters"].items()} == pytest.approx(
+        {k: float.fromhex(v) for k, v in expected["parameters"].items()}, rel=1e-9, abs=1e-9
+    )
+
+
+def test_the_trajectory_is_the_recorded_one():
+    expected = json.loads(trajectory.RECORD.read_text())
+    compare(trajectory.summary(), expected)
+    rewards = [float.fromhex(step["reward/mean"]) for step in expected["steps"]]
+    assert all(0.1 < reward < 0.9 for reward in rewards)  # mixed rewards, else nothing is guarded
+
+
+def test_a_sign_error_in_the_advantage_is_seen(monkeypatch):
+    right = advantages.ESTIMATORS["rloo"]
+    monkeypatch.setitem(advantages.ESTIMATORS, "rloo", lambda rewards, group: -right(rewards, group))
+    with pytest.raises(AssertionError):
+        compare(trajectory.summary(), json.loads(trajectory.RECORD.read_text()))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 7, 64])
+def test_micro_batches_change_nothing_but_rounding(micro_batch_size):
+    steps, parameters = trajectory.run(micro_batch_size=micro_batch_size)
+    expected_steps, expected = trajectory.run()
+    for name, tensor in expected.items():
+        assert parameters[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-6, abs=1e-8), name
+    assert steps[0]["policy/loss"] == pytest.approx(expected_steps[0]["policy/loss"], rel=1e-9, abs=1e-12)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from prefect import flow
-from prefect.tasks import Task
 
 from dynamo_core.config.load import dump_recipe, parse_recipe
 from dynamo_core.stages.manifest import write_atomically
@@ -19,10 +18,10 @@ from tasks.preflight import preflight
 from tasks.prepare_data import prepare_data
 from tasks.reinforce import reinforce
 from tasks.sft import sft
-from tasks.stage import Session
+from tasks.stage import Session, StageFunction
 from tasks.store import Store
 
-TASKS: Final[dict[str, Task[..., Any]]] = {
+TASKS: Final[dict[str, StageFunction]] = {
     "prepare_data": prepare_data,
     "sft": sft,
     "distill": distill,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -16,7 +15,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
 import psutil
@@ -168,8 +166,10 @@ def choose_prefect(store: Store) -> Server | None:
     running = None if given else running_servers(store)
     if given and not answers(f"{given.rstrip('/')}/health"):
         raise RecipeError(f"no Prefect server answers at PREFECT_API_URL={given}", "start it, or unset the variable")
-    if given or running:
-        os.environ["PREFECT_API_URL"] = given or running.api_url
+    if given:
+        return None
+    if running:
+        os.environ["PREFECT_API_URL"] = running.api_url
         return None
     server = _prefect_server(store, port=0)
     os.environ["PREFECT_API_URL"] = f"{server.url}/api"

@@ -83,7 +83,7 @@ def _imports(name: str, root: Path) -> Iterator[str]:
         else:
             continue
         for candidate in candidates:
-            if candidate.split(".")[0] == name.split(".")[0] and _source(candidate, root).is_file():
+            if candidate.partition(".")[0] == name.partition(".")[0] and _source(candidate, root).is_file():
                 yield candidate
 
 

@@ -8,9 +8,10 @@ from dynamo_core.config.models import ScratchModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stage_base import TrainingStage
 from dynamo_core.config.stages import DistillStage, SftStage
+from tasks.launch import resources_of
 
 _TRAINING_BYTES: Final = 16
-"""A parameter in training: float32 weight, gradient and AdamW's two moments. bfloat16 with float32 masters: the same."""
+"""A parameter in training: float32 weight, gradient, AdamW's two moments. bfloat16 with float32 masters: the same."""
 _WEIGHT_BYTES: Final = 4
 
 
@@ -36,8 +37,7 @@ def training_bytes(recipe: Recipe, name: str) -> int | None:
     stage, model = recipe.stages[name], model_of(recipe, name)
     if model is None or not isinstance(stage, TrainingStage):
         return None
-    assert stage.resources is not None, "the recipe is resolved"
-    parameters, ranks = parameter_count(model), stage.resources.processes
+    parameters, ranks = parameter_count(model), resources_of(stage).processes
     sharded = {0: 0, 1: 8, 2: 12}[stage.engine.zero_stage]
     total = parameters * (_TRAINING_BYTES - sharded) + parameters * sharded // ranks
     if isinstance(stage, DistillStage) and stage.teacher_from:

@@ -9,7 +9,7 @@ from prefect import State
 from tasks.stage import Session, run_stage, stage_task
 
 
-@stage_task(name="evaluate")
+@stage_task("evaluate")
 def evaluate(session: Session, name: str, key: str, inputs: dict[str, str]) -> State[dict[str, Any]]:
     """Stage `name`; see `run_stage`."""
     return run_stage(session, name, key, inputs)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 _BLUE: Final = "#2a6fbb"
 _SHOWN_METRICS: Final = ("sampled_pass@1", "greedy_pass@1")
@@ -29,10 +30,10 @@ def allocation_histogram(step: int, counts: Sequence[int]) -> npt.NDArray[np.uin
     axes.set_xlabel("rollouts a prompt")
     axes.set_ylabel("prompts")
     axes.set_title(f"step {step}: {sum(counts)} rollouts, {len(counts)} prompts, mean {np.mean(counts):.1f}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba()).copy()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return np.asarray(canvas.buffer_rgba()).copy()  # type: ignore[no-untyped-call]
 
 
 def evaluation_bars(results: Mapping[str, Any]) -> Figure:

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
+from dynamo_core.config.base import Resources
 from dynamo_core.config.spec import StageSpec
+from dynamo_core.config.stage_base import BaseStage
 from dynamo_core.config.stages import PrepareDataStage, Stage
 from dynamo_core.errors import DynamoError, NumericalFailure, RecipeError, ResourceExhausted, StageCrashed
 from dynamo_core.stages import KEPT
@@ -36,10 +38,14 @@ class StageLost(StageCrashed):
     """A stage process was killed by a signal that we did not send: worth another try."""
 
 
+def resources_of(stage: BaseStage) -> Resources:
+    """The resources of a stage of a resolved recipe."""
+    return cast(Resources, stage.resources)
+
+
 def process_count(stage: Stage) -> int:
     """Ranks of a stage. Preparing data is one process, whatever the recipe gives its training stages."""
-    assert stage.resources is not None, "the recipe is resolved"
-    return 1 if isinstance(stage, PrepareDataStage) else stage.resources.processes
+    return 1 if isinstance(stage, PrepareDataStage) else resources_of(stage).processes
 
 
 def run_stage_process(folder: Path, spec: StageSpec, watch: Callable[[], None]) -> Manifest:

@@ -6,6 +6,7 @@ run ends. What then cannot be delivered within a few seconds is given up with a 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import queue
@@ -115,9 +116,7 @@ class Tracker:
         # Here, so that importing MLflow takes this thread two seconds and not the run.
         from tasks import tracking  # noqa: PLC0415
 
-        recorder = tracking.Recorder(
-            self._store, self._recipe, self._run_id, self._target.uri, self._target.artifacts
-        )
+        recorder = tracking.Recorder(self._store, self._recipe, self._run_id, self._target.uri, self._target.artifacts)
         warned = False
         while (record := self._queue.get()) is not None:
             while True:
@@ -157,12 +156,15 @@ class StageRecord:
 
     def follow(self, lines: list[MetricsLine], allocations: Iterable[Path]) -> None:
         """Record new metrics lines, and new parts of the allocation table."""
-        name = self._spec.name
         if lines:
-            self._tracker.post(lambda recorder: recorder.metrics(name, lines))
+            self._tracker.post(lambda recorder: recorder.metrics(self._spec.name, lines))
         for part in allocations:
-            self._tracker.post(lambda recorder, part=part: recorder.allocations(self._spec, part))
+            self._tracker.post(functools.partial(_draw, self._spec, part))
 
     def finish(self, folder: Path, manifest: Manifest) -> None:
         """Record what a stage left in its folder."""
         self._tracker.post(lambda recorder: recorder.stage_results(self._spec, folder, manifest))
+
+
+def _draw(spec: StageSpec, part: Path, recorder: Recorder) -> None:
+    recorder.allocations(spec, part)

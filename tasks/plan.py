@@ -17,7 +17,9 @@ _MEGABYTE = 1_000_000
 
 def print_plan(recipe: Recipe, store: Store) -> None:
     """Print one line a stage, and what would keep the recipe from starting on this machine."""
-    table = plain_table(f"{recipe.name}, store {store.root}", ["stage", "type", "processes", "model", "memory a rank", "state"])
+    table = plain_table(
+        f"{recipe.name}, store {store.root}", ["stage", "type", "processes", "model", "memory a rank", "state"]
+    )
     for name, state in _states(recipe, store).items():
         model, memory = model_of(recipe, name), training_bytes(recipe, name)
         table.add_row(

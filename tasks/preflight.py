@@ -11,7 +11,7 @@ from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.recipe import Recipe
 from dynamo_core.config.stages import DistillStage, PrepareDataStage, SftStage
 from dynamo_core.errors import RecipeError
-from tasks.launch import process_count
+from tasks.launch import process_count, resources_of
 
 
 def preflight(recipe: Recipe) -> None:
@@ -22,8 +22,7 @@ def preflight(recipe: Recipe) -> None:
     """
     for name, stage in recipe.stages.items():
         where = f"stages.{name}"
-        assert stage.resources is not None, "the recipe is resolved"
-        _check_resources(f"{where}.resources", stage.resources, process_count(stage))
+        _check_resources(f"{where}.resources", resources_of(stage), process_count(stage))
         if isinstance(stage, PrepareDataStage) and isinstance(stage.source, MessagesSource):
             _check_data(f"{where}.source.path", stage.source.path)
         if isinstance(stage, (SftStage, DistillStage)) and isinstance(stage.model, PretrainedModel):

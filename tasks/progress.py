@@ -72,20 +72,19 @@ class Progress:
         now, line = time.monotonic(), lines[-1]
         if self._first is None:
             self._first = (lines[0].step, now)
-        text = self._text(line, now)
+        text = self._text(line, now, self._total)
         self._bar.update(self._task, completed=line.step, text=text)
         if not out.is_terminal and (now >= self._next_line or line.step == self._total):
             say(f"{self._name}: {text}")
             self._next_line = now + LINE_SECONDS
 
-    def _text(self, line: MetricsLine, now: float) -> str:
-        assert self._total is not None
-        parts = [f"step {line.step}/{self._total}"]
+    def _text(self, line: MetricsLine, now: float, total: int) -> str:
+        parts = [f"step {line.step}/{total}"]
         parts += [f"{label} {line.values[key]:.3f}" for key, label in _SHOWN.items() if key in line.values]
         if "tokens_per_second" in line.timings:
             parts.append(f"{line.timings['tokens_per_second']:.0f} tokens/s")
         first_step, first_time = self._first or (line.step, now)
         if line.step > first_step:
-            left = (now - first_time) / (line.step - first_step) * (self._total - line.step)
+            left = (now - first_time) / (line.step - first_step) * (total - line.step)
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)

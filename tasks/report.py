@@ -67,9 +67,8 @@ def _shown(results: Mapping[str, Any]) -> list[str]:
     return shown
 
 
-def _cell(metric: str, cell: Mapping[str, float | None]) -> str:
-    value = cell["value"]
-    assert value is not None, "every metric has a value"
+def _cell(metric: str, cell: Mapping[str, Any]) -> str:
+    value: float = cell["value"]
     if metric == _WITH_INTERVAL and cell["low"] is not None:
         return f"{value:.3f} [{cell['low']:.3f}, {cell['high']:.3f}]"
     return f"{value:.3f}" if value <= 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

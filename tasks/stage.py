@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +18,14 @@ from dynamo_core.config.spec import StageSpec
 from dynamo_core.stages.manifest import Manifest
 from tasks.cache import Hit, StageReference, library_versions, locked, look_up, read_reference, write_reference
 from tasks.follow import StageFollower
-from tasks.launch import StageLost, run_stage_process
+from tasks.launch import StageLost, resources_of, run_stage_process
 from tasks.outbox import Tracker
 from tasks.progress import Progress
 from tasks.store import Store
 from tasks.terminal import say
 
 RETRY_DELAY_SECONDS: Final = 5
+
 
 class Session:
     """What the stages of one run share."""
@@ -35,25 +36,30 @@ class Session:
         self.tracker = tracker
 
 
+StageFunction = Callable[[Session, str, str, dict[str, str]], State[dict[str, Any]]]
+
+
 def lost_process(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Whether a failed attempt is worth another: only when the process was killed from outside."""
     return isinstance(state.result(raise_on_failure=False), StageLost)
 
 
-stage_task = functools.partial(
-    task,
-    task_run_name="{name}",
-    # Prefect records each result under our key, as a pointer for people. refresh_cache keeps it from trusting such a
-    # record: `run_stage`, which verifies the files, decides alone what is a hit.
-    cache_policy=CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: parameters["key"]),
-    refresh_cache=True,
-    persist_result=True,
-    result_serializer="json",
-    retries=1,
-    retry_delay_seconds=RETRY_DELAY_SECONDS,
-    retry_condition_fn=lost_process,
-)
-"""Decorator of the stage tasks. They are called directly, never submitted: only so does a signal reach them."""
+def stage_task(name: str) -> Callable[[StageFunction], StageFunction]:
+    """Decorator of the stage tasks. They are called directly, never submitted: only so does a signal reach them."""
+    decorator: Callable[[StageFunction], StageFunction] = task(
+        name=name,
+        task_run_name="{name}",
+        # Prefect records each result under our key, as a pointer for people. refresh_cache keeps it from trusting such
+        # a record: `run_stage`, which verifies the files, decides alone what is a hit.
+        cache_policy=CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: parameters["key"]),
+        refresh_cache=True,
+        persist_result=True,
+        result_serializer="json",
+        retries=1,
+        retry_delay_seconds=RETRY_DELAY_SECONDS,
+        retry_condition_fn=lost_process,
+    )
+    return decorator
 
 
 def run_stage(session: Session, name: str, key: str, inputs: dict[str, str]) -> State[dict[str, Any]]:
@@ -101,14 +107,13 @@ def _reference(name: str, key: str, folder: Path, manifest: Manifest, mlflow_run
 def _compute(session: Session, name: str, key: str, inputs: dict[str, str]) -> StageReference:
     recipe, folder = session.recipe, session.store.stage_folder(name, key)
     stage = recipe.stages[name]
-    assert stage.resources is not None, "the recipe is resolved"
     spec = StageSpec(
         recipe=recipe.name,
         name=name,
         key=key,
         seed=recipe.seed,
         stage=stage,
-        resources=stage.resources,
+        resources=resources_of(stage),
         inputs=inputs,
         versions=library_versions(),
     )

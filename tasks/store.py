@@ -4,6 +4,8 @@
     references/<key>.json    what a key led to     runs/<run id>/recipe.yaml
     mlflow.db, mlartifacts/  MLflow                prefect/, results/  Prefect's home and its records of task runs
     servers.json             what `dynamo-rl ui` has started
+
+Everything but `results` is read again; that one is for people who look at Prefect's pages.
 """
 
 from __future__ import annotations

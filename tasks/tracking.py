@@ -79,7 +79,9 @@ def image_steps(steps: int) -> set[int]:
 def _git(*arguments: str) -> str:
     """Output of git on the project's own checkout; empty where it is none."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
@@ -212,9 +214,7 @@ class Recorder:
     def stage_cached(self, reference: StageReference) -> None:
         """A stage came from the store: no run of its own, but the parent carries its metrics and names its run."""
         name, folder = reference.name, Path(reference.folder)
-        self._on_parent(
-            name, folder, reference.payload_digest, reference.metrics, reference.mlflow_run_id, cached=True
-        )
+        self._on_parent(name, folder, reference.payload_digest, reference.metrics, reference.mlflow_run_id, cached=True)
 
     def _on_parent(
         self, name: str, folder: Path, digest: str, metrics: Mapping[str, float], run: str | None, *, cached: bool
@@ -239,12 +239,12 @@ class Recorder:
 
     def _create(self, experiment: str, run_name: str, tags: Mapping[str, str]) -> str:
         run = self._client.create_run(self._experiment(experiment), run_name=run_name, tags=dict(tags))
-        return run.info.run_id
+        return str(run.info.run_id)
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
-            return found.experiment_id
+            return str(found.experiment_id)
         location = None if self._artifacts is None else (self._artifacts / name).as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
@@ -287,4 +287,3 @@ class Recorder:
 
         self._client.log_figure(run, evaluation_bars(results), f"{name}.png")
         self._client.log_table(run, results_table(results), f"{name}.json")
-

@@ -30,7 +30,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer(["12+3=15\n#### 15", "40-7=33\n#### 33", "2*8=?", "0123456789"], 64)
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Random weights, spread widely enough that entropies differ between tokens."""
     model = build_scratch(SHAPE, tokenizer, seed).to(dtype)
     with torch.no_grad():

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dynamo_core.algorithms.checks import FloatArray, IntArray
 
-# Variances below this share of the largest count as zero: their gains would underflow.
+# Variances below this share of the largest come after all others: their gains would underflow.
 _NEGLIGIBLE = 2.0**-900
 # With many prompts the threshold is first sought among about this many of them.
 _SAMPLE = 8192
@@ -170,17 +170,21 @@ def integer_optimum(
     n = np.full(c.size, n_low, dtype=np.int64)
     if extra == 0:
         return n
-    c = _normalised(c)
-    positive = c > 0
-    room = int(positive.sum()) * (n_high - n_low)
-    if extra >= room:  # every gain is taken; what is left is spread evenly over the zeros
-        n[positive] = n_high
-        zeros = np.flatnonzero(~positive)
-        if zeros.size:
-            each, odd = divmod(extra - room, zeros.size)
-            n[zeros] += each
-            n[zeros[:odd]] += 1
+    scaled = _normalised(c)
+    positive = scaled > 0
+    if not positive.any():
+        each, odd = divmod(extra, c.size)
+        n += each
+        n[:odd] += 1
         return n
+    room = int(positive.sum()) * (n_high - n_low)
+    if extra >= room:  # every gain is taken; the rest goes to those that counted as zero
+        n[positive] = n_high
+        if not positive.all():
+            rest = budget - n_high * int(positive.sum())
+            n[~positive] = integer_optimum(c[~positive], rest, n_low, n_high, objective)
+        return n
+    c = scaled
     few = max(2.0 * c.size, 64.0)
     found = _bracket(
         c, np.ones(c.size), extra=extra, few=few, bounds=(n_low, n_high), objective=objective
@@ -210,7 +214,8 @@ def cost_aware_greedy(
     if c.max() > 0 and n_high > n_low:
         c = _normalised(c)
         room = float((cost * (c > 0)).sum()) * (n_high - n_low)
-        if c.max() > 0 and left < room:
+        fits[c > 0] = n_high - n_low
+        if left < room:
             few = 64.0 * float(cost.max())
             fits = _bracket(
                 c, cost, extra=left, few=few, bounds=(n_low, n_high), objective=objective

@@ -1,6 +1,8 @@
 """From a YAML file to a checked, resolved recipe, and back.
 
     recipe = load_recipe(Path("configs/quickstart.yaml"), ["stages.reinforce.steps=50"])
+
+Strict YAML, then overrides, then presets, then the schema.
 """
 
 from __future__ import annotations

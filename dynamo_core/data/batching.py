@@ -66,9 +66,7 @@ def left_pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]
     return torch.from_numpy(token_ids_BL), torch.from_numpy(mask_BL)
 
 
-def micro_batches(
-    lengths: Sequence[int], size: int, rank: int = 0, world_size: int = 1
-) -> list[npt.NDArray[np.int64]]:
+def micro_batches(lengths: Sequence[int], size: int, rank: int = 0, world_size: int = 1) -> list[npt.NDArray[np.int64]]:
     """Row indices of this rank's micro-batches: similar lengths together, the longest first.
 
     Rows are dealt to ranks in order of length, so that all ranks get nearly equal work. Every rank gets the same
@@ -76,7 +74,7 @@ def micro_batches(
     """
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
     shares = [order[other::world_size] for other in range(world_size)]
-    count = max(1, max(-(-len(share) // size) for share in shares))
+    count = max(1, *(-(-len(share) // size) for share in shares))
     mine = shares[rank]
     return [mine[start * size : (start + 1) * size] for start in range(count)]
 

@@ -101,7 +101,7 @@ class Collector:
         """Join on the prompt's id: the answer can only be compared with its own prompt's."""
         task = self._tasks[rollout.prompt_id]
         assert rollout.prompt_token_ids == task.token_ids, f"rollout of {rollout.prompt_id} answers another prompt"
-        completion = self._tokenizer.decode(rollout.response_token_ids, skip_special_tokens=True)
+        completion = str(self._tokenizer.decode(list(rollout.response_token_ids), skip_special_tokens=True))
         return ScoredRollout(rollout, completion, self._reward(task.row, completion))
 
     @staticmethod

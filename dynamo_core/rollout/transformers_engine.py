@@ -2,7 +2,7 @@
 
 Each prompt is prefilled once and its cache shared by its rollouts, whose number differs by prompt; finished rows
 leave the batch, so that time goes to unfinished ones.
-Letters: P prompts, R rollouts, B rows in the batch (those not yet removed), L tokens so far, T new tokens, V vocabulary.
+Letters: P prompts, R rollouts, B rows in the batch (not yet removed), L tokens so far, T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TransformersEngine:
         cache, logits_BV, mask_BL = self._prefill(requests)
         alive_B = np.arange(len(keys_R))
         for position in range(sampling.max_new_tokens):
-            tokens_B = self._draw(record, alive_B, logits_BV, keys_R, position, sampling)
+            tokens_B = self._draw(record, alive_B, logits_BV, keys_R=keys_R, position=position, sampling=sampling)
             keep_B = ~record.ended_R[alive_B]
             if position + 1 == sampling.max_new_tokens or not keep_B.any():
                 break
@@ -161,6 +161,7 @@ class TransformersEngine:
         record: _Record,
         alive_B: npt.NDArray[np.int64],
         logits_BV: torch.Tensor,
+        *,
         keys_R: npt.NDArray[np.uint64],
         position: int,
         sampling: Sampling,
@@ -187,7 +188,8 @@ class TransformersEngine:
         groups: list[list[Rollout]] = []
         row = 0
         for request in requests:
-            groups.append([self._rollout(request, record, row + i, request.first_rollout + i) for i in range(request.n)])
+            group = [self._rollout(request, record, row + i, request.first_rollout + i) for i in range(request.n)]
+            groups.append(group)
             row += request.n
         return groups
 

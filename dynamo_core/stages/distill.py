@@ -23,7 +23,7 @@ def run(context: StageContext) -> dict[str, float]:
         _check_vocabulary(tokenizer.get_vocab(), load_tokenizer(teacher_folder).get_vocab())
         teacher = load_model(teacher_folder, dtype=DTYPES[stage.engine.precision], device=ranks.device).eval()
         loss = DistillationLoss(student, teacher, temperature=stage.temperature, kl_weight=stage.kl_weight)
-        return fit(context, stage, ranks, loss, student, tokenizer, demonstrations)
+        return fit(context, stage, ranks, loss=loss, model=student, tokenizer=tokenizer, demonstrations=demonstrations)
 
 
 def _check_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:

@@ -61,7 +61,15 @@ def run(context: StageContext) -> dict[str, float]:
         engine = TrainingEngine(
             TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
         )
-        loop(context, stage, ranks, collector, rollout_engine, engine, sorted(tasks))
+        loop(
+            context,
+            stage,
+            ranks,
+            collector=collector,
+            rollout_engine=rollout_engine,
+            engine=engine,
+            prompt_ids=sorted(tasks),
+        )
         if ranks.first:
             save_model(model, tokenizer, context.folder / "model")
         ranks.barrier()
@@ -72,6 +80,7 @@ def loop(
     context: StageContext,
     stage: ReinforceStage,
     ranks: Ranks,
+    *,
     collector: Collector,
     rollout_engine: RolloutEngine,
     engine: TrainingEngine,
@@ -112,7 +121,7 @@ def allocated(stage: ReinforceStage, variance: npt.NDArray[np.float64]) -> npt.N
 
 def credit(stage: ReinforceStage, batch: PolicyBatch) -> torch.Tensor:
     """The estimator's advantage of each rollout on each of its tokens, [B, L]."""
-    advantages_B = advantages.ESTIMATORS[stage.estimator](batch.rewards_B, batch.group_B)
+    advantages_B = cast(torch.Tensor, advantages.ESTIMATORS[stage.estimator](batch.rewards_B, batch.group_B))
     return torch.where(batch.mask_BL, advantages_B.unsqueeze(-1).to(batch.old_log_prob_BL.dtype), 0.0)
 
 

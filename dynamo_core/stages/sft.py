@@ -17,4 +17,12 @@ def run(context: StageContext) -> dict[str, float]:
     with distributed.start(context.spec.resources, always_group=True) as ranks:
         demonstrations = demonstrations_of(context)
         model, tokenizer = start_model(context, stage, ranks, demonstrations)
-        return fit(context, stage, ranks, NextTokenLoss(model), model, tokenizer, demonstrations)
+        return fit(
+            context,
+            stage,
+            ranks,
+            loss=NextTokenLoss(model),
+            model=model,
+            tokenizer=tokenizer,
+            demonstrations=demonstrations,
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.config.models import ScratchModel
@@ -22,7 +22,7 @@ from dynamo_core.training.models import (
     parameter_count,
     save_model,
 )
-from dynamo_core.training.supervised import encode_rows, train
+from dynamo_core.training.supervised import DistillationLoss, NextTokenLoss, encode_rows, train
 from dynamo_core.types import Demonstration
 
 
@@ -40,19 +40,22 @@ def start_model(
     """
     if not isinstance(stage.model, ScratchModel):
         return existing_model(context, stage.model, stage.engine, ranks)
+    tokenizer: PreTrainedTokenizerBase
     if tokenizer_from is None:
         texts = (message.content for row in demonstrations for message in row.messages)
         tokenizer = train_tokenizer(texts, stage.model.vocab_size)
     else:
         tokenizer = load_tokenizer(tokenizer_from)
-    return build_scratch(stage.model, tokenizer, context.spec.seed).to(ranks.device, DTYPES[stage.engine.precision]), tokenizer
+    model: Any = build_scratch(stage.model, tokenizer, context.spec.seed)
+    return model.to(ranks.device, DTYPES[stage.engine.precision]), tokenizer
 
 
 def fit(
     context: StageContext,
     stage: SftStage | DistillStage,
     ranks: Ranks,
-    loss: nn.Module,
+    *,
+    loss: NextTokenLoss | DistillationLoss,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     demonstrations: list[Demonstration],
@@ -73,6 +76,7 @@ def fit(
         encoded.rows,
         ranks,
         context.metrics.write,
+        parts=loss.parts,
         steps=stage.steps,
         batch_size=stage.batch_size,
         micro_batch_size=stage.micro_batch_size,

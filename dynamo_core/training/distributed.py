@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from dynamo_core.config.base import Resources
 from dynamo_core.errors import RecipeError
@@ -82,7 +83,7 @@ def start(resources: Resources, *, always_group: bool = False) -> Iterator[Ranks
     backend = "gloo" if device.type == "cpu" else "nccl"
     joined = not dist.is_initialized() and (world_size > 1 or always_group)
     if joined and world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     elif joined:
         dist.init_process_group(backend)
     objects = dist.new_group(backend="gloo") if world_size > 1 else None

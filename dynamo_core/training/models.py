@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
 from transformers.utils import logging as transformers_logging
 
 from dynamo_core.config.models import PretrainedModel, ScratchModel
@@ -15,7 +23,15 @@ from dynamo_core.data.templates import all_eos_ids
 from dynamo_core.errors import RecipeError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NO_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout")
+_NO_DROPOUT = (
+    "activation_dropout",
+    "attention_dropout",
+    "attn_pdrop",
+    "dropout",
+    "embd_pdrop",
+    "hidden_dropout",
+    "resid_pdrop",
+)
 
 
 def build_scratch(spec: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -59,8 +75,10 @@ def load_model(
             source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot load a model from '{source}': {_first_line(error)}", "give a model folder") from error
-    return cast(PreTrainedModel, model.to(device))
+        cause = f"cannot load a model from '{source}': {_first_line(error)}"
+        raise RecipeError(cause, "give a model folder") from error
+    placed: Any = model
+    return cast(PreTrainedModel, placed.to(device))
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -36,7 +36,7 @@ class _HeadScores(torch.autograd.Function):
     """Scores from hidden states through a linear output layer, chunk by chunk, logits recomputed in backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(  # noqa: PLR0917  (torch passes arguments by position)
         ctx: Any,
         hidden_NH: torch.Tensor,
         weight_VH: torch.Tensor,
@@ -55,7 +55,7 @@ class _HeadScores(torch.autograd.Function):
         return log_prob_N, entropy_N, bracket_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor, *_: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: torch.Tensor, *_: torch.Tensor) -> Any:
         hidden_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=grad_N.dtype)
@@ -125,7 +125,9 @@ class TokenScorer(nn.Module):
         self.model = model
         self._targets = TargetStates(model)
 
-    def forward(self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float = 1.0) -> TokenScores:
+    def forward(
+        self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float = 1.0
+    ) -> TokenScores:
         """Scores of every target token under right-padded rows (data/batching.py).
 
         Args:
@@ -136,7 +138,9 @@ class TokenScorer(nn.Module):
         states_NH = self._targets.states(token_ids_BL, predicts_BL)
         if self._targets.plain:
             head = self._targets.head
-            flat = _HeadScores.apply(states_NH, head.weight, head.bias, targets_N, temperature)
+            flat = _HeadScores.apply(  # type: ignore[no-untyped-call]
+                states_NH, head.weight, head.bias, targets_N, temperature
+            )
         else:
             token = logit_statistics(self._targets.logits(states_NH) / temperature, targets_N)
             flat = (token.log_prob, token.entropy.detach(), token.bracket.detach())

@@ -82,7 +82,8 @@ def update(
         active = rows[(advantages_BL[rows] != 0).any(-1).numpy()]
         arrays = _Arrays(batch, advantages_BL, weights_BL, tokens=int(batch.mask_BL[active].sum()))
         sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS), 0.0)
-        for chosen in micro_batches(batch.lengths[active].tolist(), stage.micro_batch_size, ranks.rank, ranks.world_size):
+        lengths = batch.lengths[active].tolist()
+        for chosen in micro_batches(lengths, stage.micro_batch_size, ranks.rank, ranks.world_size):
             picked = active[chosen]
             cells += _micro_step(engine, arrays, stage, picked, sums)
             real += int(batch.lengths[picked].sum())
@@ -127,7 +128,8 @@ def _micro_step(
         return values_BL[rows, :width].to(device)
 
     weights_BL = part(arrays.weights_BL) * float(picked.size > 0)
-    scores = engine.forward(tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device), stage.sampling.temperature)
+    inputs = tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device)
+    scores = engine.forward(*inputs, stage.sampling.temperature)
     old_BL, advantages_BL = part(arrays.batch.old_log_prob_BL), part(arrays.advantages_BL)
     clip = stage.loss.model_dump()
     loss = losses.policy_loss(scores.log_prob_BL, old_BL, advantages_BL, weights_BL, **clip)

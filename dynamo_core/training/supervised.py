@@ -37,7 +37,7 @@ class Report(Protocol):
 class NextTokenLoss(nn.Module):
     """Cross-entropy with the data, weighted by token."""
 
-    parts = ("cross_entropy",)
+    parts = ("train/cross_entropy",)
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class NextTokenLoss(nn.Module):
 class DistillationLoss(nn.Module):
     """Forward KL to the teacher at a temperature, mixed with cross-entropy with the data (Hinton et al. 2015)."""
 
-    parts = ("cross_entropy", "kl")
+    parts = ("train/cross_entropy", "train/kl")
 
     def __init__(
         self, student: PreTrainedModel, teacher: PreTrainedModel, *, temperature: float, kl_weight: float
@@ -81,7 +81,9 @@ class DistillationLoss(nn.Module):
         vocabulary = student.logits(student_NH[:1]).shape[-1]
         size = max(1, CHUNK_ELEMENTS // vocabulary)
         sums = [
-            checkpoint(self._chunk, student_NH[rows], teacher_NH[rows], targets_N[rows], weights_N[rows], use_reentrant=False)
+            checkpoint(
+                self._chunk, student_NH[rows], teacher_NH[rows], targets_N[rows], weights_N[rows], use_reentrant=False
+            )
             for rows in (slice(start, start + size) for start in range(0, len(targets_N), size))
         ]
         entropy, divergence = (torch.stack(column).sum() for column in zip(*sums, strict=True))
@@ -135,34 +137,39 @@ def train(
     ranks: Ranks,
     report: Report,
     *,
+    parts: Sequence[str],
     steps: int,
     batch_size: int,
     micro_batch_size: int,
     seed: int,
 ) -> None:
-    """`steps` optimizer steps over length-bucketed batches of `rows`."""
+    """`steps` optimizer steps over length-bucketed batches of `rows`.
+
+    Args:
+        parts: metric names of what the engine's module returns after the loss.
+    """
     generator = np.random.Generator(np.random.Philox(seed))
     lengths = np.array([len(row.token_ids) for row in rows])
     batches = length_bucketed_batches(lengths.tolist(), batch_size, steps, generator)
     for step, batch in enumerate(batches, start=1):
         started = time.perf_counter()
         tokens = sum(sum(rows[index].target_mask) for index in batch)
-        totals = torch.zeros(1 + len(engine.module.parts), dtype=torch.float64)
+        totals = torch.zeros(1 + len(parts), dtype=torch.float64)
         for chosen in micro_batches(lengths[batch].tolist(), micro_batch_size, ranks.rank, ranks.world_size):
-            totals += _micro_step(engine, [rows[index] for index in batch[chosen]] or [rows[batch[0]]], tokens, len(chosen))
+            picked = [rows[index] for index in batch[chosen]]
+            totals += _micro_step(engine, picked or [rows[batch[0]]], tokens, real=bool(picked))
         done = engine.step(float(totals[0]))
-        loss, *parts = ranks.sum(totals.tolist())
-        names = [f"train/{name}" for name in engine.module.parts]
+        values = dict(zip(("train/loss", *parts), ranks.sum(totals.tolist()), strict=True))
         seconds = time.perf_counter() - started
         report(
             step,
-            {"train/loss": loss, **dict(zip(names, parts, strict=True)), "train/grad_norm": done.grad_norm, "train/lr": done.lr},
+            {**values, "train/grad_norm": done.grad_norm, "train/lr": done.lr},
             {"seconds/step": seconds, "tokens_per_second": int(lengths[batch].sum()) / seconds},
         )
 
 
-def _micro_step(engine: TrainingEngine, rows: list[TokenRow], tokens: int, real: int) -> torch.Tensor:
-    """Forward and backward of one micro-batch; with `real` 0 the row only keeps collectives symmetric."""
+def _micro_step(engine: TrainingEngine, rows: list[TokenRow], tokens: int, *, real: bool) -> torch.Tensor:
+    """Forward and backward of one micro-batch; rows that are not `real` only keep collectives symmetric."""
     batch = pad_rows(rows)
     weights_BL = batch.target_mask_BL.float() / tokens if real else torch.zeros(batch.target_mask_BL.shape)
     device = engine.device

@@ -131,7 +131,15 @@ def run(**changes) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         )
         rollouts = ScoredScript(scorer, script(tokenizer))
         collector = Collector(rollouts, tokenizer, make_reward(MathAnswerReward()), tasks, ranks)
-        reinforce.loop(context, config, ranks, collector, rollouts, engine, sorted(tasks))
+        reinforce.loop(
+            context,
+            config,
+            ranks,
+            collector=collector,
+            rollout_engine=rollouts,
+            engine=engine,
+            prompt_ids=sorted(tasks),
+        )
     return recorder.steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -151,7 +159,9 @@ def summary() -> dict[str, object]:
         "fingerprint": fingerprint(),
         "steps": [{name: float(value).hex() for name, value in values.items()} for values in steps],
         "parameters": {name: float(tensor.sum()).hex() for name, tensor in parameters.items()},
-        "digest": hashlib.sha256(b"".join(np.ascontiguousarray(t.numpy()).tobytes() for t in parameters.values())).hexdigest(),
+        "digest": hashlib.sha256(
+            b"".join(np.ascontiguousarray(t.numpy()).tobytes() for t in parameters.values())
+        ).hexdigest(),
     }
 
 

@@ -1,21 +1,21 @@
 """What each rank of the invariance tests runs: one policy update on stored rollouts at each ZeRO stage.
 
-    python -m tests.invariants.ranks_worker FOLDER      (or under torchrun); rank 0 writes FOLDER/zero<stage>.pt
+python -m tests.invariants.ranks_worker FOLDER      (or under torchrun); rank 0 writes FOLDER/zero<stage>.pt
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dynamo_core.config.base import Engine, Optimizer, Resources
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rollout.batch import policy_batch
-from dynamo_core.rollout.engine import ScriptedEngine
 from dynamo_core.rollout.collector import ScoredRollout
+from dynamo_core.rollout.engine import ScriptedEngine
 from dynamo_core.stages.reinforce import credit, modulated
 from dynamo_core.training import distributed
 from dynamo_core.training.deepspeed.engine import TrainingEngine
@@ -31,7 +31,7 @@ COUNTS = (3, 9, 2, 6, 4, 8, 5, 11)  # 48 rollouts, odd sizes: ranks get unequal 
 class GradientKeeper(torch.optim.SGD):
     """Plain SGD that remembers the gradient it was given."""
 
-    kept: list[list[torch.Tensor]] = []
+    kept: ClassVar[list[list[torch.Tensor]]] = []
 
     def step(self, closure=None):
         self.kept.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
@@ -69,7 +69,9 @@ def main(folder: Path) -> None:
 
 def one_update(ranks: Ranks, zero_stage: int) -> dict[str, Any]:
     """Gradients (stage 0 holds them whole), reported values and parameters after one SGD step."""
-    stage = smoke_recipe(["stages.reinforced.micro_batch_size=3", "stages.reinforced.updates_per_step=1"]).stages["reinforced"]
+    stage = smoke_recipe(["stages.reinforced.micro_batch_size=3", "stages.reinforced.updates_per_step=1"]).stages[
+        "reinforced"
+    ]
     assert isinstance(stage, ReinforceStage)
     model = tiny_model(tiny_tokenizer(), seed=4)
     engine = TrainingEngine(

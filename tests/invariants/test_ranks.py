@@ -17,9 +17,13 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def launch(processes: int, module: str, *arguments: str) -> None:
-    launcher = [] if processes == 1 else ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    launcher = (
+        [] if processes == 1 else ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    )
     command = [sys.executable, "-m", *launcher, module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -54,14 +58,23 @@ def test_sharded_optimizers_take_the_same_step(results, processes, zero_stage):
 
 
 def test_two_ranks_allocate_and_answer_as_one(tmp_path):
-    recipe = smoke_recipe(["stages.reinforced.steps=2", "stages.teacher.steps=40", "stages.student.steps=1", "stages.student.optimizer.warmup_steps=0"])
+    recipe = smoke_recipe(
+        [
+            "stages.reinforced.steps=2",
+            "stages.teacher.steps=40",
+            "stages.student.steps=1",
+            "stages.student.optimizer.warmup_steps=0",
+        ]
+    )
     for name in ("data", "teacher", "student"):
         run_stage(recipe, name, tmp_path)
     tables = {}
     for processes in (1, 2):
         folder = stage_folder(recipe, "reinforced", tmp_path)
         launch(processes, "dynamo_core.stages", str(folder))
-        tables[processes] = [row for part in sorted((folder / "tables").glob("allocations-*")) for row in pq.read_table(part).to_pylist()]
+        tables[processes] = [
+            row for part in sorted((folder / "tables").glob("allocations-*")) for row in pq.read_table(part).to_pylist()
+        ]
         folder.rename(tmp_path / f"reinforced-{processes}")
     first = {count: [row for row in table if row["step"] == 1] for count, table in tables.items()}
     assert first[1] == first[2]

@@ -147,6 +147,12 @@ def test_optimal_over_extreme_scales() -> None:
     assert allocate(c, 200, 1, 1000, rule="optimal").tolist() == twins.heap_optimum(
         [x * 1e290 for x in c], 200, 1, 1000, "neyman"
     )
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        c = (10.0 ** rng.integers(-300, 300, 25)).tolist()
+        budget = int(rng.integers(25 * 3, 25 * 40 + 1))
+        n = allocate(c, budget, 3, 40, rule="optimal")
+        assert n.tolist() == twins.heap_optimum(c, budget, 3, 40, "neyman")
     c = [1e300, 2e300, 1e280]
     assert allocate(c, 90, 1, 80, rule="optimal").tolist() == twins.heap_optimum(
         [x * 1e-290 for x in c], 90, 1, 80, "neyman"
@@ -194,6 +200,7 @@ def test_cost_aware_equals_its_heap(objective: str) -> None:
         assert n.tolist() == twins.heap_cost(c, q.tolist(), budget, low, high, objective)
         open_costs = q[n < high]
         assert not open_costs.size or budget - np.dot(q, n) < open_costs.min()
+        assert np.dot(q, n) <= budget
 
 
 def test_cost_aware_large_and_equal_costs() -> None:

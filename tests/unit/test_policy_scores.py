@@ -22,7 +22,8 @@ TEMPERATURE = 0.7
 def capped() -> torch.nn.Module:
     config = Gemma2Config(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0, attn_logit_softcapping=None, attn_implementation="sdpa",
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0, attn_logit_softcapping=None,
+        attn_implementation="sdpa",
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 

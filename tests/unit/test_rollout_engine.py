@@ -104,7 +104,9 @@ def test_finished_rows_leave_the_batch_and_each_prompt_is_prefilled_once(policy)
     assert shapes[0][0] == 2  # each prompt prefilled once
     rows = [shape[0] for shape in shapes[1:]]
     assert rows == sorted(rows, reverse=True)
-    unfinished = [sum(len(item.response_token_ids) > position for item in rollouts) for position in range(1, len(rows) + 1)]
+    unfinished = [
+        sum(len(item.response_token_ids) > position for item in rollouts) for position in range(1, len(rows) + 1)
+    ]
     assert all(row <= left / 0.8 for row, left in zip(rows, unfinished, strict=True))
 
 

@@ -10,7 +10,18 @@ from dynamo_core.rollout.sampling import draw_tokens, stream_key, stream_keys, u
 
 def test_streams_differ_in_every_part_of_their_key():
     base = stream_key(1, 2, "a", 3)
-    assert len({base, stream_key(2, 2, "a", 3), stream_key(1, 3, "a", 3), stream_key(1, 2, "b", 3), stream_key(1, 2, "a", 4)}) == 5
+    assert (
+        len(
+            {
+                base,
+                stream_key(2, 2, "a", 3),
+                stream_key(1, 3, "a", 3),
+                stream_key(1, 2, "b", 3),
+                stream_key(1, 2, "a", 4),
+            }
+        )
+        == 5
+    )
 
 
 def test_uniforms_are_uniform_and_independent_of_their_neighbours():

@@ -21,8 +21,8 @@ from typing import Any, Final
 from dynamo_core.config.base import Frozen
 from dynamo_core.config.data import MessagesSource
 from dynamo_core.config.models import PretrainedModel
-from dynamo_core.config.recipe import Recipe
-from dynamo_core.config.stages import DistillStage, PrepareDataStage, SftStage, Stage
+from dynamo_core.config.recipe import MODEL_STAGES, Recipe
+from dynamo_core.config.stages import PrepareDataStage, Stage
 from dynamo_core.errors import RecipeError
 from dynamo_core.stages.manifest import MANIFEST, Manifest, file_digest, find_damage, read_manifest, write_atomically
 from tasks.code import code_digest
@@ -75,7 +75,7 @@ def _result_config(stage: Stage) -> dict[str, Any]:
         config.pop("resources")  # one process, no arithmetic that depends on threads
         if isinstance(stage.source, MessagesSource):
             config["source"]["path"] = _content_digest(Path(stage.source.path).expanduser())
-    if isinstance(stage, (SftStage, DistillStage)) and isinstance(stage.model, PretrainedModel):
+    if isinstance(stage, MODEL_STAGES) and isinstance(stage.model, PretrainedModel):
         folder = Path(stage.model.path).expanduser()
         if folder.is_dir():
             config["model"]["path"] = _content_digest(folder)

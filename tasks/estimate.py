@@ -7,7 +7,7 @@ from typing import Final
 from dynamo_core.config.models import ScratchModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stage_base import TrainingStage
-from dynamo_core.config.stages import DistillStage, SftStage
+from dynamo_core.config.stages import DistillStage
 from tasks.launch import resources_of
 
 _TRAINING_BYTES: Final = 16
@@ -25,7 +25,7 @@ def parameter_count(model: ScratchModel) -> int:
 def model_of(recipe: Recipe, name: str) -> ScratchModel | None:
     """The model from scratch that stage `name` trains, perhaps begun by an earlier stage; None for a pretrained one."""
     stage = recipe.stages[name]
-    if isinstance(stage, (SftStage, DistillStage)) and stage.model is not None:
+    if isinstance(stage, MODEL_STAGES) and stage.model is not None:
         return stage.model if isinstance(stage.model, ScratchModel) else None
     if isinstance(stage, MODEL_STAGES) and stage.model_from:
         return model_of(recipe, stage.model_from)

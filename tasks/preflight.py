@@ -8,8 +8,8 @@ from pathlib import Path
 from dynamo_core.config.base import Resources
 from dynamo_core.config.data import MessagesSource
 from dynamo_core.config.models import PretrainedModel
-from dynamo_core.config.recipe import Recipe
-from dynamo_core.config.stages import DistillStage, PrepareDataStage, SftStage
+from dynamo_core.config.recipe import MODEL_STAGES, Recipe
+from dynamo_core.config.stages import PrepareDataStage
 from dynamo_core.errors import RecipeError
 from tasks.launch import process_count, resources_of
 
@@ -25,7 +25,7 @@ def preflight(recipe: Recipe) -> None:
         _check_resources(f"{where}.resources", resources_of(stage), process_count(stage))
         if isinstance(stage, PrepareDataStage) and isinstance(stage.source, MessagesSource):
             _check_data(f"{where}.source.path", stage.source.path)
-        if isinstance(stage, (SftStage, DistillStage)) and isinstance(stage.model, PretrainedModel):
+        if isinstance(stage, MODEL_STAGES) and isinstance(stage.model, PretrainedModel):
             _check_model(f"{where}.model.path", stage.model.path)
 
 

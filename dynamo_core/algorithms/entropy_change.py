@@ -41,7 +41,9 @@ def entropy_change(
         eps_low, eps_high: clip range; a token whose gradient is clipped away changes nothing.
         expectation: "vocabulary": E = sum_k p_k^2 Lambda_k; "sequence": E = mean of p_a Lambda_a
             over the row's masked tokens.
-        weight: [B, T], the aggregation weight w_it where aggregation is not token-mean.
+        weight: [B, T], the aggregation weight w_it where aggregation is not token-mean, relative to
+            it: w M, M the tokens of the whole mini-batch. (Raw weights make dH so small that the
+            1e-8 of the stabilisation's denominator would count.)
 
     Raises:
         AlgorithmError: unknown expectation, shapes that do not match, negative clip range.
@@ -90,7 +92,7 @@ def entropy_change_from_bracket(
     """dH [B, T] = -w xi bracket, zero outside the mask; all tensors [B, T].
 
     xi = I r A, r = exp(log_prob - old_log_prob), I = 1 where the clipped surrogate has a gradient:
-    A > 0 and r <= 1 + eps_high, or A < 0 and r >= 1 - eps_low.
+    A > 0 and r <= 1 + eps_high, or A < 0 and r >= 1 - eps_low. `weight` as in `entropy_change`.
 
     Raises:
         AlgorithmError: shapes that do not match, negative clip range.

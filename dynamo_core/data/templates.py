@@ -80,7 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             f"vocab_size {vocab_size} is too small: the data needs at least {tokenizer.get_vocab_size()} tokens",
             f"set vocab_size to {tokenizer.get_vocab_size()} or more",
         )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,

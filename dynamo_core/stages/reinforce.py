@@ -138,7 +138,8 @@ def modulated(stage: ReinforceStage, batch: PolicyBatch, advantages_BL: torch.Te
         bracket_BL = modulation.sequence_bracket(old.exp() * (old + batch.entropy_BL), batch.mask_BL)
     weight = None
     if stage.aggregation != "token-mean":
-        weight = aggregation_weights(batch, stage, np.arange(len(batch.rows)))
+        # Times the number of tokens: about 1 on average, as stabilisation's small constant expects.
+        weight = aggregation_weights(batch, stage, np.arange(len(batch.rows))) * int(batch.mask_BL.sum())
     change_BL = modulation.entropy_change_from_bracket(
         bracket_BL, batch.old_log_prob_BL, batch.old_log_prob_BL, advantages_BL, batch.mask_BL,
         eps_low=stage.loss.eps_low, eps_high=stage.loss.eps_high, weight=weight,

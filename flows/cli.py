@@ -27,6 +27,7 @@ from tasks.store import STORE_VARIABLE, Store
 from tasks.terminal import complain, say
 
 INTERRUPTED = 130
+STOPPED = "stopped; finished stages stay cached"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +46,10 @@ StoreOption = Annotated[
 ]
 
 
+class _Terminated(SystemExit):
+    """SIGTERM came; the code is the process's exit code."""
+
+
 def main() -> None:
     """Entry of the `dynamo-rl` command."""
     signal.signal(signal.SIGTERM, _terminate)
@@ -53,7 +58,7 @@ def main() -> None:
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending takes a few seconds; a second signal must not cut it short
-    raise SystemExit(128 + signum)
+    raise _Terminated(128 + signum)
 
 
 @contextlib.contextmanager
@@ -65,8 +70,11 @@ def _one_line_errors() -> Iterator[None]:
         complain(str(error))
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as error:
-        complain("stopped; finished stages stay cached")
+        complain(STOPPED)
         raise typer.Exit(INTERRUPTED) from error
+    except _Terminated:
+        complain(STOPPED)
+        raise
 
 
 @app.command()

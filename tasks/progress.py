@@ -71,7 +71,7 @@ class Progress:
             return
         now, line = time.monotonic(), lines[-1]
         if self._first is None:
-            self._first = (lines[0].step, now)
+            self._first = (line.step, now)
         text = self._text(line, now, self._total)
         self._bar.update(self._task, completed=line.step, text=text)
         if not out.is_terminal and (now >= self._next_line or line.step == self._total):

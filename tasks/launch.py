@@ -169,7 +169,7 @@ def last_words(lines: Iterable[str]) -> str:
     """The line of a log that says why it ended: the last exception of the first traceback, else the last line."""
     meaningful = [_RANK_PREFIX.sub("", line).strip() for line in lines if line.strip(" =-*\t")]
     in_traceback = False
-    for line, following in zip(meaningful, [*meaningful[1:], ""], strict=True):
+    for line, following in zip(meaningful, [*meaningful[1:], ""], strict=False):
         in_traceback = in_traceback or line.startswith("Traceback (most recent call last)")
         if in_traceback and _EXCEPTION.match(line) and not following.startswith(_CHAINED):
             return line

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 RETRY_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 60.0
 """How long the end of a run waits for a queue that moves."""
-CLOSE_SECONDS_WHEN_AWAY: Final = 3.0
-"""How long it waits while the server does not answer, or after a signal."""
+CLOSE_SECONDS_WHEN_AWAY: Final = 10.0
+"""How long it waits while the server does not answer."""
+CLOSE_SECONDS_WHEN_KILLED: Final = 3.0
+"""How long it waits after a signal: all must be over within 20 seconds."""
 
 _CLIENT_SETTINGS: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -73,6 +75,7 @@ class Tracker:
         self._thread = threading.Thread(target=self._deliver_all, name="tracking", daemon=True)
         self._away = threading.Event()
         self._closing = threading.Event()
+        self._warned = False
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -87,7 +90,7 @@ class Tracker:
         self.post(lambda recorder: recorder.finish_run(status))
         self._queue.put(None)
         self._closing.set()
-        end = time.monotonic() + (CLOSE_SECONDS_WHEN_AWAY if status == "KILLED" else CLOSE_SECONDS)
+        end = time.monotonic() + (CLOSE_SECONDS_WHEN_KILLED if status == "KILLED" else CLOSE_SECONDS)
         away_since: float | None = None
         while self._thread.is_alive() and time.monotonic() < end:
             self._thread.join(0.1)
@@ -117,24 +120,29 @@ class Tracker:
         from tasks import tracking  # noqa: PLC0415
 
         recorder = tracking.Recorder(self._store, self._recipe, self._run_id, self._target.uri, self._target.artifacts)
-        warned = False
         while (record := self._queue.get()) is not None:
-            while True:
-                try:
-                    record(recorder)
-                except tracking.ERRORS as error:
-                    if not tracking.is_temporary(error):
-                        warn(f"tracking refused a record: {tracking.first_line(error)}")
-                        break
-                    self._away.set()
-                    if not warned:
-                        warn(f"tracking is away, the run goes on and catches up later: {tracking.first_line(error)}")
-                        warned = True
-                    self._closing.wait(RETRY_SECONDS)
-                    time.sleep(0.2)
-                else:
-                    self._away.clear()
-                    break
+            while not self._deliver(record, recorder):
+                self._closing.wait(RETRY_SECONDS)
+                time.sleep(0.2)
+
+    def _deliver(self, record: Record, recorder: Recorder) -> bool:
+        """Whether `record` is done with: taken, or refused for good."""
+        from tasks import tracking  # noqa: PLC0415
+
+        try:
+            record(recorder)
+        except tracking.ERRORS as error:
+            cause = tracking.first_line(error)
+            if not tracking.is_temporary(error):
+                warn(f"tracking refused a record: {cause}")
+                return True
+            if not self._warned:
+                warn(f"tracking is away, the run goes on and catches up later: {cause}")
+                self._warned = True
+            self._away.set()
+            return False
+        self._away.clear()
+        return True
 
 
 class StageRecord:

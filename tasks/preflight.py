@@ -11,7 +11,7 @@ from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stages import PrepareDataStage
 from dynamo_core.errors import RecipeError
-from tasks.launch import process_count, resources_of
+from tasks.launch import resources_of
 
 
 def preflight(recipe: Recipe) -> None:
@@ -22,7 +22,7 @@ def preflight(recipe: Recipe) -> None:
     """
     for name, stage in recipe.stages.items():
         where = f"stages.{name}"
-        _check_resources(f"{where}.resources", resources_of(stage), process_count(stage))
+        _check_resources(f"{where}.resources", resources_of(stage))
         if isinstance(stage, PrepareDataStage) and isinstance(stage.source, MessagesSource):
             _check_data(f"{where}.source.path", stage.source.path)
         if isinstance(stage, MODEL_STAGES) and isinstance(stage.model, PretrainedModel):
@@ -43,8 +43,8 @@ def gpu_count() -> int:
     return min(present, len([entry for entry in chosen.split(",") if entry.strip() not in ("", "-1")]))
 
 
-def _check_resources(where: str, resources: Resources, processes: int) -> None:
-    gpus, cores = gpu_count(), core_count()
+def _check_resources(where: str, resources: Resources) -> None:
+    gpus, cores, processes = gpu_count(), core_count(), resources.processes
     if resources.device == "cuda" and not gpus:
         raise RecipeError(f"{where}.device: is cuda, but this machine has no GPU", "use auto or cpu")
     if resources.device != "cpu" and gpus:

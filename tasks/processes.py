@@ -15,6 +15,8 @@ from typing import Final
 import psutil
 
 _PR_SET_PDEATHSIG: Final = 1
+_DEATH_SECONDS: Final = 5.0
+"""How long the kernel may take to end what was killed."""
 _LIBC: Final = ctypes.CDLL(None)
 
 
@@ -80,6 +82,7 @@ class ProcessTree:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()  # psutil compares start times: never another process with a reused id
             self._child.wait()
+            psutil.wait_procs(self._members.values(), timeout=_DEATH_SECONDS)
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
@@ -22,7 +22,7 @@ from tasks.launch import StageLost, resources_of, run_stage_process
 from tasks.outbox import Tracker
 from tasks.progress import Progress
 from tasks.store import Store
-from tasks.terminal import say
+from tasks.terminal import say, warn
 
 RETRY_DELAY_SECONDS: Final = 5
 
@@ -41,7 +41,11 @@ StageFunction = Callable[[Session, str, str, dict[str, str]], State[dict[str, An
 
 def lost_process(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Whether a failed attempt is worth another: only when the process was killed from outside."""
-    return isinstance(state.result(raise_on_failure=False), StageLost)
+    error = state.result(raise_on_failure=False)
+    lost = isinstance(error, StageLost)
+    if lost:
+        warn(f"{error}; trying once more")
+    return lost
 
 
 def stage_task(name: str) -> Callable[[StageFunction], StageFunction]:
@@ -73,23 +77,29 @@ def run_stage(session: Session, name: str, key: str, inputs: dict[str, str]) -> 
     """
     store = session.store
     waiting = f"{name}: another run computes it; waiting for its result"
-    with locked(store.lock_file(key), on_wait=lambda: say(waiting)):
+    with locked(store.lock_file(key), on_wait=lambda: _note(waiting)):
         found = look_up(store, name, key)
         if isinstance(found, Hit):
             return _reuse(session, name, key, found)
-        say(f"{name}: running ({found.reason})")
+        _note(f"{name}: running ({found.reason})")
         before = read_reference(store, key)
         reference = _compute(session, name, key, inputs)
     if before is not None and before.payload_digest == reference.payload_digest:
-        say(f"{name}: same output as before; later stages stay cached")
+        _note(f"{name}: same output as before; later stages stay cached")
     return Completed(data=reference.model_dump(mode="json"), message=f"computed ({found.reason})")
+
+
+def _note(text: str) -> None:
+    """Tell whoever watches the terminal, and whoever looks at the task run in Prefect."""
+    say(text)
+    get_run_logger().info(text)
 
 
 def _reuse(session: Session, name: str, key: str, hit: Hit) -> State[dict[str, Any]]:
     earlier = read_reference(session.store, key)
     reference = _reference(name, key, hit.folder, hit.manifest, None if earlier is None else earlier.mlflow_run_id)
     session.tracker.stage_cached(reference)
-    say(f"{name}: cached ({hit.folder.name})")
+    _note(f"{name}: cached ({hit.folder.name})")
     return Completed(name="Cached", data=reference.model_dump(mode="json"), message=f"verified in {hit.folder}")
 
 
@@ -131,5 +141,5 @@ def _compute(session: Session, name: str, key: str, inputs: dict[str, str]) -> S
         # Before the stage's record ends: the tracker then adds its run's id.
         reference = _reference(name, key, folder, manifest, None)
         write_reference(session.store, reference)
-    say(f"{name}: done in {time.monotonic() - started:.0f} s")
+    _note(f"{name}: done in {time.monotonic() - started:.0f} s")
     return reference

@@ -10,12 +10,12 @@ from dynamo_core.config.base import Frozen, PositiveInt, Share
 
 
 class ArithmeticSource(Frozen):
-    """The built-in task: chains of additions, subtractions and products, with noisy worked solutions."""
+    """The built-in task: chains of additions and subtractions, with noisy worked solutions."""
 
     type: Literal["arithmetic"]
-    problems: PositiveInt = 6000
+    problems: PositiveInt = 3600
     """Distinct problems, over all splits."""
-    terms: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1)] = (2, 3, 4)
+    terms: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1)] = (3, 4, 5)
     """Numbers of terms, equally frequent; the number of terms is the difficulty."""
     wrong_share: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.2, 0.45, 0.7)
     """Share of demonstrations whose final answer is wrong, for each entry of `terms`."""

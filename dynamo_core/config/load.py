@@ -2,7 +2,7 @@
 
     recipe = load_recipe(Path("configs/quickstart.yaml"), ["stages.reinforce.steps=50"])
 
-Strict YAML, then overrides, then presets, then the schema.
+Strict YAML, then overrides, then presets and shared resources, then the schema.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse_recipe(content: dict[str, Any], source: str) -> Recipe:
     Raises:
         RecipeError: the schema refuses it.
     """
-    filled = _with_presets(content)
+    filled = _filled(content)
     try:
         text = json.dumps(filled)
     except (ValueError, TypeError) as error:  # a value that holds itself through an anchor, or a tagged type
@@ -68,12 +68,19 @@ def _read(path: Path) -> str:
         raise RecipeError(f"{path}: is not UTF-8 text (byte {error.start})") from error
 
 
-def _with_presets(content: dict[str, Any]) -> dict[str, Any]:
-    stages = content.get("stages")
+def _filled(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` with each stage's omitted switches from its preset, and omitted resources from the recipe's."""
+    stages, shared = content.get("stages"), content.get("resources")
     if not isinstance(stages, dict):
         return content
-    filled = {
-        name: with_preset(stage) if isinstance(stage, dict) and stage.get("type") == "reinforce" else stage
-        for name, stage in stages.items()
-    }
-    return {**content, "stages": filled}
+    return {**content, "stages": {name: _filled_stage(stage, shared) for name, stage in stages.items()}}
+
+
+def _filled_stage(stage: Any, shared: Any) -> Any:
+    if not isinstance(stage, dict):
+        return stage
+    filled = with_preset(stage) if stage.get("type") == "reinforce" else stage
+    own = filled.get("resources")
+    if isinstance(own, dict) and isinstance(shared, dict):
+        return {**filled, "resources": {**shared, **own}}
+    return filled

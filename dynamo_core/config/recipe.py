@@ -26,6 +26,8 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _references_hold(self) -> Self:
         for name, stage in self.stages.items():
+            if name == "data" and not isinstance(stage, PrepareDataStage):
+                raise ValueError("stages.data: this name is kept for a prepare_data stage")  # a role of `inputs`
             _check_stage(self, name, stage)
         return self
 

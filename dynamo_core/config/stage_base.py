@@ -13,7 +13,7 @@ class BaseStage(Frozen):
     """A stage of a recipe."""
 
     resources: Resources | None = None
-    """Overrides the recipe's resources for this stage."""
+    """What differs from the recipe's resources; loading a recipe fills in the rest."""
 
 
 class TrainingStage(BaseStage):

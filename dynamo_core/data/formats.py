@@ -9,16 +9,19 @@ Answers stay text: a type-guessing reader turns "033" into 33 and 90071992547409
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from dynamo_core.data.schema import RawRow, Reason, Rejected, excerpt
 from dynamo_core.errors import DataError
 
 _BOM: Final = b"\xef\xbb\xbf"
 _BLANK: Final = b" \t\r\n"
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class JsonNumber:
 
     text: str
     whole: bool
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class _Unusable(Exception):
@@ -124,9 +130,11 @@ def _text_field(fields: dict[str, Any], key: str) -> str | None:
     value = fields.get(key)
     if isinstance(value, JsonNumber) and value.whole:
         return value.text
-    if value is None or isinstance(value, str):
-        return value
-    raise _Unusable(Reason.SCHEMA_MISMATCH, f"{key}: {value.text if isinstance(value, JsonNumber) else value!r}")
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _encodable(value)
+    raise _Unusable(Reason.SCHEMA_MISMATCH, f"{key}: {value!r}")
 
 
 def _turn(message: object) -> tuple[object, object]:
@@ -138,7 +146,14 @@ def _turn(message: object) -> tuple[object, object]:
     content = message.get("content")
     if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
-    return message.get("role"), content
+    return _encodable(message.get("role")), _encodable(content)
+
+
+def _encodable(value: _Value) -> _Value:
+    """`value`, unless it is a text with half a surrogate pair: valid JSON that neither UTF-8 nor parquet can hold."""
+    if isinstance(value, str) and _SURROGATE.search(value):
+        raise _Unusable(Reason.BAD_UNICODE, value)
+    return value
 
 
 def _is_text_part(part: object) -> bool:

@@ -1,14 +1,13 @@
-"""Built-in data: chains of additions, subtractions and products with worked solutions, some of them wrong.
+"""Built-in data: chains of additions and subtractions with worked solutions, some of them wrong.
 
-    user       6*7+15-8=?
-    assistant  6*7=42
-               42+15=57
-               57-8=49
-               #### 49
+    user       8+7-6+9=?
+    assistant  8+7=15
+               15-6=9
+               9+9=18
+               #### 18
 
 A *noisy* demonstration has a slip in one partial result. Everything after it is worked out correctly from the wrong
-value, and because only the first operation may be a product, the final answer is off by exactly the slip: a noisy
-demonstration is never right by accident. Imitation learns this noise; a verifiable reward removes it.
+value, so the final answer is off by exactly the slip: a noisy demonstration is never right by accident. Imitation learns this noise; a verifiable reward removes it.
 """
 
 from __future__ import annotations
@@ -23,21 +22,17 @@ from dynamo_core.config.data import ArithmeticSource
 from dynamo_core.data.schema import RawRow
 from dynamo_core.errors import DataError
 
-# Sizes chosen so that a model of 0.3 M parameters learns a step within some hundred updates, and so that there are
-# about 3,000 distinct problems of two terms, the rarest kind.
-LIMIT: Final = 99
-"""Partial results lie within 0..LIMIT: at most two digits and no sign."""
-FIRST: Final = 79
-"""Largest first term, so that FIRST + OTHERS does not pass LIMIT."""
-OTHERS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50)
+# Settled by training the quickstart recipe's student: single digits and results below 21 leave a model of 0.3 M
+# parameters about 400 facts to learn, which takes it some hundred updates after it has learned to copy the terms.
+LIMIT: Final = 20
+"""Partial results lie within 0..LIMIT."""
+FIRST: Final = 9
+"""Largest first term."""
+OTHERS: Final = 9
 """Largest further term."""
-FACTORS: Final = (2, 9)
-"""Smallest and largest factor of a product."""
-PRODUCT_SHARE: Final = 0.2
-"""Share of the problems that begin with a product."""
 SLIPS: Final = (-10, -2, -1, 1, 2, 10)
 """What a slip adds to a partial result: a lost carry, or a miscount by one or two."""
-_TRIES: Final = 60
+_TRIES: Final = 20
 """Draws allowed per problem wanted before the range of distinct problems counts as used up."""
 
 
@@ -115,14 +110,10 @@ def _distinct_chains(count: int, terms: int, rng: np.random.Generator) -> list[C
 
 def _draw_chain(terms: int, rng: np.random.Generator) -> Chain:
     """A random problem all of whose partial results lie within 0..LIMIT."""
-    if rng.random() < PRODUCT_SHARE:
-        first, second = (int(factor) for factor in rng.integers(FACTORS[0], FACTORS[1], size=2, endpoint=True))
-        values, operations, value = [first, second], ["*"], first * second
-    else:
-        value = int(rng.integers(1, FIRST, endpoint=True))
-        values, operations = [value], []
+    value = int(rng.integers(1, FIRST, endpoint=True))
+    values, operations = [value], []
     while len(values) < terms:
-        term = OTHERS[int(rng.integers(len(OTHERS)))]
+        term = int(rng.integers(1, OTHERS, endpoint=True))
         possible = [sign for sign in "+-" if 0 <= _apply(value, sign, term) <= LIMIT]
         operation = possible[int(rng.integers(len(possible)))]
         value = _apply(value, operation, term)
@@ -134,7 +125,7 @@ def _draw_chain(terms: int, rng: np.random.Generator) -> Chain:
 def _with_slip(chain: Chain, rng: np.random.Generator) -> list[int]:
     """Partial results with one slip, chosen evenly among those that keep all of them within 0..LIMIT.
 
-    There always is one: a slip of +1 or -1 in the last operation.
+    There always is one: a slip in the last operation, up or down.
     """
     slipped = (chain.partial_results(at, slip) for at in range(len(chain.operations)) for slip in SLIPS)
     possible = [results for results in slipped if all(0 <= value <= LIMIT for value in results)]
@@ -142,6 +133,4 @@ def _with_slip(chain: Chain, rng: np.random.Generator) -> list[int]:
 
 
 def _apply(value: int, operation: str, term: int) -> int:
-    if operation == "*":
-        return value * term
     return value + term if operation == "+" else value - term

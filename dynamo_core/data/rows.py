@@ -62,7 +62,7 @@ def read_demonstrations(data_folder: Path) -> list[Demonstration]:
 
 
 def read_prompts(data_folder: Path, split: Literal["rl", "validation", "test"]) -> list[PromptRow]:
-    """The tasks of one split, in their stored order: no prompt_id twice, every answer as it was written.
+    """The tasks of one split, in their stored order: no prompt_id twice, answers as written but for outer blanks.
 
     Raises:
         DataError: there are none, or the file is missing or damaged.

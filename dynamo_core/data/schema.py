@@ -24,6 +24,9 @@ _OPENERS: Final = ("nothing", "system")
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 """Control characters other than white space: no tokenizer has seen them, and NUL ends strings elsewhere."""
 
+_SPECIAL_TOKEN: Final = re.compile(r"<\|\w+\|>")
+"""A text that a tokenizer would read as a control token, and so as the end of a turn."""
+
 
 class Reason(StrEnum):
     """Why a row is in quarantine. Where several hold, the first one in this order is given."""
@@ -33,6 +36,7 @@ class Reason(StrEnum):
     NOT_AN_OBJECT = "not_an_object"
     DUPLICATE_KEY = "duplicate_key"
     NAN_VALUE = "nan_value"
+    BAD_UNICODE = "bad_unicode"
     SCHEMA_MISMATCH = "schema_mismatch"
     EMPTY_MESSAGES = "empty_messages"
     UNKNOWN_ROLE = "unknown_role"
@@ -40,7 +44,7 @@ class Reason(StrEnum):
     NON_STRING_CONTENT = "non_string_content"
     EMPTY_CONTENT = "empty_content"
     CONTROL_CHARS = "control_chars"
-    BAD_UNICODE = "bad_unicode"
+    SPECIAL_TOKEN_IN_CONTENT = "special_token_in_content"  # noqa: S105
     MISPLACED_SYSTEM = "misplaced_system"
     ASSISTANT_FIRST = "assistant_first"
     CONSECUTIVE_USER = "consecutive_user"
@@ -100,11 +104,6 @@ def _check(reason: Reason, holds: Callable[[Any], bool]) -> pa.Check:
     return pa.Check(holds, element_wise=True, ignore_na=False, error=str(reason))
 
 
-def _encodable(value: object) -> bool:
-    """False for half a surrogate pair: valid JSON that neither UTF-8 nor parquet can hold."""
-    return not (isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value))
-
-
 TURNS: Final = pa.DataFrameSchema(
     {
         "role": pa.Column(object, _check(Reason.UNKNOWN_ROLE, lambda role: role in ROLES), nullable=True),
@@ -118,7 +117,10 @@ TURNS: Final = pa.DataFrameSchema(
                     Reason.CONTROL_CHARS,
                     lambda content: not isinstance(content, str) or _CONTROL.search(content) is None,
                 ),
-                _check(Reason.BAD_UNICODE, _encodable),
+                _check(
+                    Reason.SPECIAL_TOKEN_IN_CONTENT,
+                    lambda content: not isinstance(content, str) or _SPECIAL_TOKEN.search(content) is None,
+                ),
             ],
             nullable=True,
         ),
@@ -139,22 +141,11 @@ ROWS: Final = pa.DataFrameSchema(
     {
         "turns": pa.Column(int, _check(Reason.EMPTY_MESSAGES, lambda turns: turns > 0)),
         "answer": pa.Column(
-            object,
-            [
-                _check(Reason.MISSING_GOLD, lambda answer: answer is None or bool(answer.strip())),
-                _check(Reason.BAD_UNICODE, _encodable),
-            ],
-            nullable=True,
+            object, _check(Reason.MISSING_GOLD, lambda answer: answer is None or bool(answer.strip())), nullable=True
         ),
         "own_id": pa.Column(
-            object,
-            [
-                _check(Reason.SCHEMA_MISMATCH, lambda own_id: own_id is None or bool(own_id.strip())),
-                _check(Reason.BAD_UNICODE, _encodable),
-            ],
-            nullable=True,
+            object, _check(Reason.SCHEMA_MISMATCH, lambda own_id: own_id is None or bool(own_id.strip())), nullable=True
         ),
-        "difficulty": pa.Column(object, _check(Reason.BAD_UNICODE, _encodable)),
         "use": pa.Column(
             object,
             [
@@ -225,7 +216,6 @@ def _row_frame(rows: Sequence[RawRow]) -> pd.DataFrame:
     columns = {
         "answer": [row.answer for row in rows],
         "own_id": [row.own_id for row in rows],
-        "difficulty": [row.difficulty for row in rows],
         "use": [_use(row) for row in rows],
     }
     frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})

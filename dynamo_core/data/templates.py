@@ -11,14 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dynamo_core.errors import DataError
 from dynamo_core.types import Message
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig  # loads torch
 
 PAD, START, END, UNKNOWN = SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 ROLES: Final = ("system", "user", "assistant")

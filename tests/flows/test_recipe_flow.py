@@ -1,0 +1,104 @@
+"""The whole chain, configs/smoke.yaml: every stage in a process of its own, recorded, cached, and stopped cleanly."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from tests.flows.conftest import SMOKE, Served
+
+STAGES = ("data", "teacher", "student", "reinforced", "evaluation")
+
+
+@pytest.fixture(scope="module")
+def smoke(served: Served) -> subprocess.CompletedProcess[str]:
+    """The recipe's first run."""
+    return served.run("run", str(SMOKE))
+
+
+def results_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The results table of a run."""
+    lines = done.stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("model "))
+    return lines[start : start + 4]
+
+
+def test_it_ends_with_the_results(served: Served, smoke: subprocess.CompletedProcess[str]) -> None:
+    assert smoke.returncode == 0, smoke.stderr
+    assert smoke.stderr == ""
+    for stage in STAGES:
+        assert f"{stage}: done in" in smoke.stdout
+    assert "reinforced: step 4/4  reward" in smoke.stdout
+    for model in ("teacher", "student", "reinforced"):
+        assert any(line.startswith(model) and "[" in line for line in smoke.stdout.splitlines())
+
+
+def test_mlflow_holds_what_happened(served: Served, smoke: subprocess.CompletedProcess[str]) -> None:
+    (parent,) = served.runs("smoke")
+    stages = {stage: served.runs(f"smoke/{stage}")[0] for stage in STAGES}
+    assert parent.info.status == "FINISHED"
+    assert {run.info.status for run in stages.values()} == {"FINISHED"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in stages.values()} == {parent.info.run_id}
+    reinforced = stages["reinforced"]
+    curve = served.mlflow.get_metric_history(reinforced.info.run_id, "reward/mean")
+    assert [point.step for point in curve] == [1, 2, 3, 4]
+    assert any(name.startswith("modulation/") for name in reinforced.data.metrics)
+    images = [name for name in served.artifacts(reinforced, "images") if name.endswith(".png")]
+    assert len(images) == 4
+    assert "allocations.csv" in served.artifacts(reinforced)
+    for run in (parent, stages["evaluation"]):
+        assert {"evaluation.json", "evaluation.png"} <= set(served.artifacts(run))
+    table = served.mlflow.load_table(parent.info.experiment_id, "evaluation.json", [parent.info.run_id])
+    assert set(table["model"]) == {"teacher", "student", "reinforced"}
+    assert "evaluation/student/sampled_pass_at_1" in parent.data.metrics
+
+
+def test_again_every_stage_is_cached(served: Served, smoke: subprocess.CompletedProcess[str]) -> None:
+    done = served.run("run", str(SMOKE))
+    assert done.returncode == 0, done.stderr
+    assert all(f"{stage}: cached" in done.stdout for stage in STAGES)
+    assert "running" not in done.stdout
+    assert results_of(done) == results_of(smoke)
+
+
+def test_lost_weights_are_computed_again_alone(served: Served, smoke: subprocess.CompletedProcess[str]) -> None:
+    (weights,) = (served.store.root / "stages").glob("student-*/model/model.safetensors")
+    weights.unlink()
+    done = served.run("run", str(SMOKE))
+    assert done.returncode == 0, done.stderr
+    assert "student: running (damaged: model/model.safetensors is missing)" in done.stdout
+    assert "student: same output as before; later stages stay cached" in done.stdout
+    assert all(f"{stage}: cached" in done.stdout for stage in STAGES if stage != "student")
+    assert weights.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_every_process(
+    served: Served, smoke: subprocess.CompletedProcess[str], number: signal.Signals, code: int
+) -> None:
+    name = f"stopped-{code}"
+    process = subprocess.Popen(
+        served.command("run", str(SMOKE), "--set", f"name={name}", "--set", "stages.reinforced.steps=5000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=served.store.root,
+        env=served.environment(),
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("reinforced: step") for line in process.stdout)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert any("dynamo_core.stages" in member.cmdline() for member in family)
+    started = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert errors == "error: stopped; finished stages stay cached\n"
+    _, alive = psutil.wait_procs(family, timeout=max(0.0, 20 - (time.monotonic() - started)))
+    assert alive == []
+    (parent,), (stage,) = served.runs(name), served.runs(f"{name}/reinforced")
+    assert parent.info.status == stage.info.status == "KILLED"

@@ -7,7 +7,9 @@ not finite; 130 Ctrl-C; 143 SIGTERM. Nothing heavy is imported before a command 
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -19,7 +21,7 @@ from uuid import uuid4
 import typer
 
 from dynamo_core.config.load import load_recipe
-from dynamo_core.errors import DynamoError
+from dynamo_core.errors import DynamoError, RecipeError, ResourceExhausted
 from tasks.plan import print_plan
 from tasks.preflight import preflight
 from tasks.report import print_results
@@ -27,6 +29,12 @@ from tasks.store import STORE_VARIABLE, Store
 from tasks.terminal import complain, say
 
 INTERRUPTED = 130
+_CODES = {
+    errno.ENOSPC: ResourceExhausted.exit_code,
+    errno.EDQUOT: ResourceExhausted.exit_code,
+    errno.EACCES: RecipeError.exit_code,
+    errno.EROFS: RecipeError.exit_code,
+}
 STOPPED = "stopped; finished stages stay cached"
 
 app = typer.Typer(
@@ -75,6 +83,12 @@ def _one_line_errors() -> Iterator[None]:
     except _Terminated:
         complain(STOPPED)
         raise
+    except OSError as error:  # of our own files: the store's disk is full, or it became unwritable
+        code = _CODES.get(error.errno or 0)
+        if code is None:
+            raise
+        complain(str(error))
+        raise typer.Exit(code) from error
 
 
 @app.command()
@@ -102,7 +116,13 @@ def _run(path: Path, overrides: list[str], store: Store) -> None:
     say(f"store            {store.root}")
     say(f"resolved recipe  {store.run_folder(run_id) / 'recipe.yaml'}")
     running = running_servers(store)
-    say(f"compare runs     {running.mlflow_url if running else f'dynamo-rl ui --store {store.root}'}")
+    say(f"compare runs     {running.mlflow_url if running else _ui_command(store)}")
+
+
+def _ui_command(store: Store) -> str:
+    """What to type for the UI, with the program called as it was this time."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "dynamo-rl" else "dynamo-rl"
+    return f"{program} ui" if store == Store.choose(None) else f"{program} ui --store {store.root}"
 
 
 @app.command()

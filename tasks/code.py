@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import dynamo_core
@@ -28,18 +29,27 @@ class _WithoutDocstrings(ast.NodeTransformer):
         return None if text else node
 
 
+@dataclass(frozen=True)
+class _Module:
+    """What one source file says: the digest of its syntax tree, and every module that it may import."""
+
+    digest: str
+    imports: tuple[str, ...]
+
+
 def code_digest(module: str, root: Path = ROOT) -> str:
     """sha256 over the static import closure of `module` inside its top-level package.
 
     Args:
         root: the folder that holds the package.
     """
-    digests = {name: _module_digest(_source(name, root)) for name in closure(module, root)}
+    digests = {name: _read(name, root).digest for name in closure(module, root)}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def closure(module: str, root: Path = ROOT) -> set[str]:
     """`module`, all that it imports from its own top-level package, and the packages around them."""
+    top = module.partition(".")[0]
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -49,7 +59,9 @@ def closure(module: str, root: Path = ROOT) -> set[str]:
         found.add(name)
         if "." in name:
             waiting.append(name.rpartition(".")[0])  # importing a.b.c runs a and a.b first
-        waiting.extend(_imports(name, root))
+        for other in _read(name, root).imports:
+            if other.partition(".")[0] == top and _source(other, root).is_file():
+                waiting.append(other)
     return found
 
 
@@ -60,31 +72,24 @@ def _source(name: str, root: Path) -> Path:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-@functools.cache
-def _module_digest(path: Path) -> str:
-    tree = _WithoutDocstrings().visit(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-def _imports(name: str, root: Path) -> Iterator[str]:
-    """Modules of the same top-level package that module `name` imports anywhere in its text."""
+def _read(name: str, root: Path) -> _Module:
     path = _source(name, root)
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(_tree(path)):
+    imports = tuple(_imports(tree, package))
+    dump = ast.dump(_WithoutDocstrings().visit(tree))
+    return _Module(hashlib.sha256(dump.encode()).hexdigest(), imports)
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Names imported anywhere in `tree`; of `from a import b` both a and a.b, as b may be a module."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            candidates = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _base(node, package)
-            candidates = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for candidate in candidates:
-            if candidate.partition(".")[0] == name.partition(".")[0] and _source(candidate, root).is_file():
-                yield candidate
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _base(node: ast.ImportFrom, package: str) -> str:

@@ -18,7 +18,7 @@ _MEGABYTE = 1_000_000
 def print_plan(recipe: Recipe, store: Store) -> None:
     """Print one line a stage, and what would keep the recipe from starting on this machine."""
     table = plain_table(
-        f"{recipe.name}, store {store.root}", ["stage", "type", "processes", "model", "memory a rank", "state"]
+        f"{recipe.name}, store {store.root}", ["stage", "type", "processes", "model", "memory/rank", "state"]
     )
     for name, state in _states(recipe, store).items():
         model, memory = model_of(recipe, name), training_bytes(recipe, name)
@@ -30,7 +30,7 @@ def print_plan(recipe: Recipe, store: Store) -> None:
             "" if memory is None else f">= {memory / _MEGABYTE:.0f} MB",
             state,
         )
-    table.columns[-1].justify = "left"
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     out.print(table)
     try:
         preflight(recipe)
@@ -55,7 +55,8 @@ def _states(recipe: Recipe, store: Store) -> dict[str, str]:
         found = look_up(store, name, key)
         if isinstance(found, Hit):
             digests[name] = found.manifest.payload_digest
-            states[name] = f"cached in {found.folder.name}"
+            own = found.folder == store.stage_folder(name, key)
+            states[name] = "cached" if own else f"cached as {found.folder.name}"
         else:
             states[name] = found.reason
     return states

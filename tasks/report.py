@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rich import box
 from rich.table import Table
 
 from tasks.results import read_results
@@ -22,16 +21,18 @@ _TITLES: Final = {
     "tokens_per_second": "tokens/s",
 }
 """The metrics that the table shows, in order; the largest k of pass@k comes after greedy."""
+_ONLY_WHERE_WIDE: Final = ("truncated_share", "response_tokens", "latency_p95_ms")
+_WIDE: Final = 100
+"""Width that holds all columns; a narrower terminal leaves some out, as results.json and MLflow have them anyway."""
 _WITH_INTERVAL: Final = "sampled_pass@1"
 _MILLION: Final = 1_000_000
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """A table with a ruled head on a terminal, and aligned text without any line elsewhere."""
-    style = box.SIMPLE_HEAD if out.is_terminal else None
-    table = Table(title=title, title_justify="left", title_style="bold", box=style, pad_edge=False)
+    """Aligned columns without lines: the first to the left, the others to the right, each row on one line."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
 
 
@@ -60,7 +61,8 @@ def _results_table(name: str, results: Mapping[str, Any]) -> Table:
 
 def _shown(results: Mapping[str, Any]) -> list[str]:
     found = results["models"][0]["metrics"]
-    shown = [metric for metric in _TITLES if metric in found]
+    left_out = _ONLY_WHERE_WIDE if out.width < _WIDE else ()
+    shown = [metric for metric in _TITLES if metric in found and metric not in left_out]
     passes = [metric for metric in found if metric.startswith("pass@")]
     if passes:
         shown.insert(2, max(passes, key=lambda metric: int(metric.partition("@")[2])))

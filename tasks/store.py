@@ -3,7 +3,7 @@
     stages/<name>-<key12>/   stage folders         locks/        one lock file a key
     references/<key>.json    what a key led to     runs/<run id>/recipe.yaml
     mlflow.db, mlartifacts/  MLflow                prefect/, results/  Prefect's home and its records of task runs
-    servers.json             what `dynamo-rl ui` has started
+    figures/<stage>.png      of evaluations         servers.json  what `dynamo-rl ui` has started
 
 Everything but `results` is read again; that one is for people who look at Prefect's pages.
 """
@@ -65,6 +65,10 @@ class Store:
     def reference_file(self, key: str) -> Path:
         """What the last computation of `key` led to; it outlives the stage folder."""
         return self.root / "references" / f"{key}.json"
+
+    def figure_file(self, stage_folder: Path) -> Path:
+        """The figure of an evaluation, drawn once: later runs send it again without loading matplotlib."""
+        return self.root / "figures" / f"{stage_folder.name}.png"
 
     def run_folder(self, run_id: str) -> Path:
         """Where one run of a recipe leaves what it was asked to do."""

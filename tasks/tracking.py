@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -233,7 +234,8 @@ class Recorder:
             tags=[RunTag(f"stage.{name}.{key}", value) for key, value in tags.items()],
         )
         evaluations = [key for key, stage in self._recipe.stages.items() if isinstance(stage, EvaluateStage)]
-        self._log_evaluation(self._parent, "evaluation" if len(evaluations) == 1 else f"evaluation_{name}", folder)
+        title = "evaluation" if len(evaluations) == 1 else f"evaluation_{name}"
+        self._log_evaluation(self._parent, title, folder)
 
     # Details
 
@@ -283,7 +285,13 @@ class Recorder:
         results = read_results(folder)
         if results is None:
             return
-        from tasks.figures import evaluation_bars  # noqa: PLC0415
-
-        self._client.log_figure(run, evaluation_bars(results), f"{name}.png")
         self._client.log_table(run, results_table(results), f"{name}.json")
+        drawn = self._store.figure_file(folder)
+        if not drawn.exists():
+            from tasks.figures import evaluation_bars  # noqa: PLC0415
+
+            drawn.parent.mkdir(exist_ok=True)
+            evaluation_bars(results).savefig(drawn)
+        with tempfile.TemporaryDirectory() as temporary:  # an artifact is called as its file is
+            copy = shutil.copyfile(drawn, Path(temporary) / f"{name}.png")
+            self._client.log_artifact(run, str(copy))

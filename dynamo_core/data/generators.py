@@ -7,7 +7,8 @@
                #### 18
 
 A *noisy* demonstration has a slip in one partial result. Everything after it is worked out correctly from the wrong
-value, so the final answer is off by exactly the slip: a noisy demonstration is never right by accident. Imitation learns this noise; a verifiable reward removes it.
+value, so the final answer is off by exactly the slip: a noisy demonstration is never right by accident. Imitation
+learns this noise; a verifiable reward removes it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def row(number: int, question: str, reply: str | None = None, answer: str | None
 
 
 def arithmetic(problems: int) -> list[CheckedRow]:
-    source = ArithmeticSource(type="arithmetic", problems=problems, terms=(3,), wrong_share=(0.5,))
+    source = ArithmeticSource(type="arithmetic", problems=problems, terms=(5,), wrong_share=(0.5,))
     return validate(list(generate(source, seed=0)))[0]
 
 

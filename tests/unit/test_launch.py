@@ -173,13 +173,8 @@ def test_ranks_get_a_launcher_and_a_clean_environment(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     two = spec("teacher", "stages.teacher.resources={processes: 2, threads: 1}")
-    assert launch._command(tmp_path, two)[1:6] == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    command = launch._command(tmp_path, two)
+    assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = launch._environment(two)
     assert "RANK" not in environment
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"

@@ -61,7 +61,7 @@ def test_empty_data_and_folders_without_a_model(machine, tmp_path: Path) -> None
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(RecipeError, match="is empty"):
         preflight(load_recipe(SMOKE, [f"stages.data.source={{type: messages, path: {tmp_path}/empty.jsonl}}"]))
-    with pytest.raises(RecipeError, match="it has no config.json"):
+    with pytest.raises(RecipeError, match="is no model folder"):
         preflight(load_recipe(SMOKE, [f"stages.teacher.model={{type: pretrained, path: {tmp_path}}}"]))
 
 

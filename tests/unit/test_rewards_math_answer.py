@@ -62,6 +62,7 @@ def test_public_cases(case: dict) -> None:
         ("1250", "#### \uff11,\uff12\uff15\uff10", "correct"),
         ("-5", "#### -$5", "correct"),
         ("100000", "#### 1e5", "correct"),
+        ("1", "#### 1e1001", "not_a_number"),
         ("1", "#### 1/0", "not_a_number"),
         ("1", "#### 0/0", "not_a_number"),
         ("1", "#### 1/2/2", "not_a_number"),
@@ -108,7 +109,6 @@ def test_a_number_in_nested_boxes_counts() -> None:
     [
         "#### 1e1000000000",
         "#### 1e-999999999",
-        "#### 1e1001",
         "#### " + "7" * 1_000_000,
         "#### " + "1," * 500_000,
         "#" * 1_000_000,

@@ -3,7 +3,7 @@
     stages/<name>-<key12>/   stage folders         locks/        one lock file a key
     references/<key>.json    what a key led to     runs/<run id>/recipe.yaml
     mlflow.db, mlartifacts/  MLflow                prefect/, results/  Prefect's home and its records of task runs
-    figures/<stage>.png      of evaluations         servers.json  what `dynamo-rl ui` has started
+    figures/<stage>.png      of evaluations        servers.json  what `dynamo-rl ui` has started
 
 Everything but `results` is read again; that one is for people who look at Prefect's pages.
 """

@@ -37,6 +37,8 @@ from tasks.store import Store
 ERRORS: Final = (mlflow.exceptions.MlflowException, requests.exceptions.RequestException, OSError)
 """What MLflow raises when it refuses a record or cannot be reached."""
 
+_LOG_LEVELS: Final = {"mlflow": "WARNING", "alembic": "WARNING", "matplotlib.font_manager": "ERROR"}
+"""Making a database or a font cache is no news for the person who started a run."""
 LONGEST_PARAM: Final = 6000
 IMAGES_A_STAGE: Final = 50
 _BATCH: Final = 1000
@@ -102,8 +104,8 @@ class Recorder:
             uri: the tracking store.
             artifacts: where new experiments keep artifacts; none: where the tracking server keeps them.
         """
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+        for name, level in _LOG_LEVELS.items():
+            logging.getLogger(name).setLevel(level)
         self._store = store
         self._recipe = recipe
         self._name = f"{recipe.name}-{run_id}"
@@ -194,6 +196,7 @@ class Recorder:
             final = {key: value for key, value in manifest.metrics.items() if key not in known}
             self._log_metrics(run, [Metric(metric_key(key), value, _now(), step) for key, value in final.items()])
             self._log_allocation_table(run, folder)
+            self._store.figure_file(folder).unlink(missing_ok=True)  # of an earlier result
             self._log_evaluation(run, "evaluation", folder)
         self._on_parent(spec.name, folder, manifest.payload_digest, manifest.metrics, run, cached=False)
 
@@ -291,7 +294,9 @@ class Recorder:
             from tasks.figures import evaluation_bars  # noqa: PLC0415
 
             drawn.parent.mkdir(exist_ok=True)
-            evaluation_bars(results).savefig(drawn)
+            temporary_file = drawn.with_suffix(".tmp.png")
+            evaluation_bars(results).savefig(temporary_file)
+            temporary_file.replace(drawn)
         with tempfile.TemporaryDirectory() as temporary:  # an artifact is called as its file is
             copy = shutil.copyfile(drawn, Path(temporary) / f"{name}.png")
             self._client.log_artifact(run, str(copy))

@@ -69,7 +69,9 @@ def _evaluate(
     found = quality(answers, difficulty, ks=stage.ks, resamples=stage.bootstrap, seed=context.spec.seed)
     sampling = _sampling(stage, context.spec.seed, greedy=True)
     prompts = list(tasks.items())[: stage.latency.prompts]
-    speed = measure(engine, [RolloutRequest(key, task.token_ids, 0, 1, sampling) for key, task in prompts])
+    requests = [RolloutRequest(key, task.token_ids, 0, 1, sampling) for key, task in prompts]
+    # One rank measures while the others wait: two at once would slow each other down.
+    (speed,) = ranks.gather(measure(engine, requests) if ranks.first else None)
     tokens = sum(len(item.rollout.response_token_ids) for item in (*answers.sampled, *answers.greedy))
     context.tables.append("answers", [row for row in _answer_rows(name, answers, tasks)])
     timings = {

@@ -40,10 +40,10 @@ class Ranks:
         dist.all_reduce(total, group=self.objects)
         return [float(value) for value in total]
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank."""
+    def gather(self, value: T | None) -> list[T]:
+        """The values of all ranks that have one, in rank order, on every rank."""
         if self.world_size == 1:
-            return [value]
+            return [] if value is None else [value]
         gathered: list[T | None] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.objects)
         return [item for item in gathered if item is not None]

@@ -29,6 +29,7 @@ def test_the_trajectory_is_the_recorded_one():
     compare(trajectory.summary(), expected)
     rewards = [float.fromhex(step["reward/mean"]) for step in expected["steps"]]
     assert all(0.1 < reward < 0.9 for reward in rewards)  # mixed rewards, else nothing is guarded
+    assert float.fromhex(expected["steps"][-1]["allocation/std"]) > 0  # history has moved the allocation
 
 
 def test_a_sign_error_in_the_advantage_is_seen(monkeypatch):

@@ -67,10 +67,14 @@ def test_distillation_loss_mixes_kl_and_cross_entropy(chunk_elements, monkeypatc
                 count += 1
     assert float(entropy) == pytest.approx(ce / count, rel=1e-9)
     assert float(divergence) == pytest.approx(temperature**2 * kl / count, rel=1e-9)
-    assert float(loss) == pytest.approx(kl_weight * temperature**2 * kl / count + (1 - kl_weight) * ce / count, rel=1e-9)
+    assert float(loss) == pytest.approx(
+        kl_weight * temperature**2 * kl / count + (1 - kl_weight) * ce / count, rel=1e-9
+    )
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert all(parameter.grad is not None for parameter in student.parameters())
-    assert {name for name, _ in module.named_parameters()} == {f"model.{name}" for name, _ in student.named_parameters()}
+    assert {name for name, _ in module.named_parameters()} == {
+        f"model.{name}" for name, _ in student.named_parameters()
+    }
 
 
 def trained(micro_batch_size: int, **engine) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -101,9 +105,7 @@ def test_micro_batches_change_nothing_but_rounding(micro_batch_size):
     assert_same(trained(micro_batch_size), trained(8), 1e-4)
 
 
-@pytest.mark.parametrize(
-    "engine", [{"zero_stage": 1}, {"zero_stage": 2}, {"gradient_checkpointing": True}], ids=lambda e: str(e)
-)
+@pytest.mark.parametrize("engine", [{"zero_stage": 1}, {"zero_stage": 2}, {"gradient_checkpointing": True}], ids=str)
 def test_engine_options_change_nothing_but_rounding(engine):
     assert_same(trained(3, **engine), trained(3), 1e-4)
 
@@ -112,7 +114,9 @@ def test_engine_options_change_nothing_but_rounding(engine):
 def test_bfloat16_trains_with_float32_masters(zero_stage):
     lines, parameters = trained(8, zero_stage=zero_stage, precision="bfloat16")
     start = tiny_model(tiny_tokenizer()).state_dict()
-    assert all(abs(line["train/loss"] - other["train/loss"]) < 0.2 for line, other in zip(lines, trained(8)[0], strict=True))
+    assert all(
+        abs(line["train/loss"] - other["train/loss"]) < 0.2 for line, other in zip(lines, trained(8)[0], strict=True)
+    )
     assert any(not torch.equal(parameters[name], start[name].bfloat16().float()) for name in parameters)
 
 
@@ -126,7 +130,9 @@ def test_a_number_that_is_not_finite_stops_the_run(zero_stage):
     with distributed.start(Resources(), always_group=True) as ranks:
         model = tiny_model(tiny_tokenizer())
         loss = NextTokenLoss(model)
-        engine = TrainingEngine(loss, ranks, optimizer=Optimizer(lr=1e-3), engine=Engine(zero_stage=zero_stage), total_steps=2)
+        engine = TrainingEngine(
+            loss, ranks, optimizer=Optimizer(lr=1e-3), engine=Engine(zero_stage=zero_stage), total_steps=2
+        )
         before = model.lm_head.weight.detach().clone()
         batch = pad_rows(rows(2))
         value, _ = engine.forward(batch.token_ids_BL, batch.target_mask_BL, batch.target_mask_BL * float("inf"))

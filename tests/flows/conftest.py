@@ -34,12 +34,12 @@ class Workplace:
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
         return {**outer, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
             check=False,
             cwd=self.store.root,
             env=self.environment(),

@@ -54,7 +54,7 @@ def evaluation_bars(results: Mapping[str, Any]) -> Figure:
     axes.set_xticks(range(len(models)), [model["name"] for model in models])
     axes.set_ylim(0, 1)
     axes.set_ylabel(f"pass rate on {results['prompts']} prompts")
-    axes.legend(loc="upper left", fontsize="small")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown), frameon=False, fontsize="small")
     return figure
 
 

@@ -40,8 +40,8 @@ def test_next_token_loss_is_the_mean_over_target_tokens():
         for i, wanted in enumerate(row.target_mask)
         if wanted
     ]
-    assert float(loss) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-10)
-    assert float(part) == float(loss)
+    assert float(loss.detach()) == pytest.approx(float(torch.stack(expected).mean().detach()), rel=1e-10)
+    assert float(part) == float(loss.detach())
 
 
 @pytest.mark.parametrize("chunk_elements", [1 << 24, 100])
@@ -67,7 +67,7 @@ def test_distillation_loss_mixes_kl_and_cross_entropy(chunk_elements, monkeypatc
                 count += 1
     assert float(entropy) == pytest.approx(ce / count, rel=1e-9)
     assert float(divergence) == pytest.approx(temperature**2 * kl / count, rel=1e-9)
-    assert float(loss) == pytest.approx(
+    assert float(loss.detach()) == pytest.approx(
         kl_weight * temperature**2 * kl / count + (1 - kl_weight) * ce / count, rel=1e-9
     )
     assert all(parameter.grad is None for parameter in teacher.parameters())

@@ -51,7 +51,7 @@ class ResourceExhausted(DynamoError):
 
 
 class NumericalFailure(DynamoError):
-    """A non-finite number stopped training before the optimizer step."""
+    """A non-finite number stopped training; nothing of the run's model is saved."""
 
     exit_code = 4
 

@@ -1,8 +1,9 @@
 """Cache keys, verified hits, and one lock a key.
 
 A key is the sha256 of everything that can change a stage's result: its resolved configuration, the seed, the payload
-digests of its inputs, the content of files that it reads from outside the store, its code and the libraries. Paths,
-time limits and the names of earlier stages do not enter it.
+digests of its inputs, the content of files that it reads from outside the store, its code and the libraries. Paths
+and time limits do not enter it, nor do names of earlier stages, but for the labels of an evaluation's models. A hub id
+enters by name: pin its content by downloading it into a folder.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tasks.code import code_digest
 from tasks.store import Store
 
 KEY_SCHEMA: Final = 1
-VERSIONED: Final = ("torch", "transformers", "tokenizers", "deepspeed", "numpy", "peft", "datasets", "pyarrow")
+VERSIONED: Final = ("torch", "transformers", "tokenizers", "deepspeed", "numpy", "pyarrow")
 _REFERENCES: Final = ("model_from", "data_from", "teacher_from")
 _POLL_SECONDS: Final = 0.2
 

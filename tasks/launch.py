@@ -62,6 +62,7 @@ def run_stage_process(folder: Path, spec: StageSpec, watch: Callable[[], None]) 
     _clear(folder)
     spec.write(folder)
     log = folder / "stage.log"
+    start = log.stat().st_size if log.exists() else 0
     tree = ProcessTree(_command(folder, spec), _environment(spec), log)
     try:
         status = _wait(tree, spec, watch)
@@ -72,7 +73,7 @@ def run_stage_process(folder: Path, spec: StageSpec, watch: Callable[[], None]) 
     if error is not None:
         raise error
     if status != 0:
-        raise _crash(spec.name, status, log)
+        raise _crash(spec.name, status, log, start)
     manifest = read_manifest(folder)
     if manifest is None:
         raise StageCrashed(f"stage '{spec.name}' ended without a manifest; full log: {log}")
@@ -153,12 +154,12 @@ def _read_error(folder: Path, name: str) -> DynamoError | None:
         return StageCrashed(f"stage '{name}' failed and its {path} is unreadable")
 
 
-def _crash(name: str, status: int, log: Path) -> StageCrashed:
-    """The error for a process that ended with `status` and left no error.json."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+def _crash(name: str, status: int, log: Path, start: int) -> StageCrashed:
+    """The error for a process that ended with `status` and left no error.json; its log begins at byte `start`."""
+    lines = log.read_bytes()[start:].decode("utf-8", errors="replace").splitlines()
     rank_signal = next((int(match[1]) for line in lines if (match := _RANK_SIGNAL.search(line))), 0)
     number = -status if status < 0 else status - 128 if status > 128 else rank_signal
-    if number:
+    if number in {known.value for known in signal.Signals}:
         cause = f"stage '{name}' was killed by {signal.Signals(number).name}"
         hint = "the system may have run out of memory; " if number == signal.SIGKILL else ""
         return StageLost(f"{cause} ({hint}full log: {log})")

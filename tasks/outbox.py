@@ -119,7 +119,13 @@ class Tracker:
         # Here, so that importing MLflow takes this thread two seconds and not the run.
         from tasks import tracking  # noqa: PLC0415
 
-        recorder = tracking.Recorder(self._store, self._recipe, self._run_id, self._target.uri, self._target.artifacts)
+        try:
+            recorder = tracking.Recorder(
+                self._store, self._recipe, self._run_id, self._target.uri, self._target.artifacts
+            )
+        except tracking.ERRORS as error:
+            warn(f"tracking is off, nothing can be recorded at {self._target.uri}: {tracking.first_line(error)}")
+            return
         while (record := self._queue.get()) is not None:
             while not self._deliver(record, recorder):
                 self._closing.wait(RETRY_SECONDS)

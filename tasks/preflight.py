@@ -73,7 +73,7 @@ def _check_model(where: str, given: str) -> None:
         if not (path / "config.json").is_file():
             raise RecipeError(f"{where}: {given} is no model folder: it has no config.json")
         return
-    looks_local = given.startswith(("/", ".", "~")) or given.count("/") != 1
+    looks_local = given.startswith(("/", ".", "~")) or given.count("/") != 1 or Path(given).parts[0] in os.listdir()
     if looks_local:
         raise RecipeError(f"{where}: there is no model at {given}", "give a model folder or a hub id such as org/name")
     # Here, as most recipes name no hub model.

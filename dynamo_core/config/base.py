@@ -11,6 +11,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Frozen(BaseModel):
@@ -37,7 +38,7 @@ class Optimizer(Frozen):
 
     lr: PositiveFloat
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm; a larger one is scaled down to it."""

@@ -18,7 +18,7 @@ class ScratchModel(Frozen):
     width: PositiveInt
     heads: PositiveInt
     kv_heads: PositiveInt
-    head_dim: PositiveInt
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     ffn_width: PositiveInt
     context: PositiveInt = 512
     """Longest sequence in tokens."""
@@ -33,12 +33,10 @@ class ScratchModel(Frozen):
 
 
 class PretrainedModel(Frozen):
-    """A local folder or a hub id, loaded with transformers."""
+    """A local folder or a hub id, loaded with transformers; Python code that comes with it is never run."""
 
     type: Literal["pretrained"]
     path: Annotated[str, Field(min_length=1)]
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Leave it off unless you have read that code."""
 
 
 Model = Annotated[ScratchModel | PretrainedModel, Field(discriminator="type")]

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from dynamo_core.config.base import Frozen, NonNegativeInt, Resources
+from dynamo_core.config.models import ScratchModel
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.config.stages import DistillStage, EvaluateStage, PrepareDataStage, SftStage, Stage
 
@@ -72,6 +73,7 @@ def _check_stage(recipe: Recipe, name: str, stage: Stage) -> None:
     if isinstance(stage, PrepareDataStage):
         return
     _check_reference(recipe, name, "data_from", stage.data_from, (PrepareDataStage,))
+    _check_data(recipe, name, stage)
     if isinstance(stage, EvaluateStage):
         for target in stage.models_from or (None,):
             _check_reference(recipe, name, "models_from", target, MODEL_STAGES)
@@ -86,6 +88,25 @@ def _check_stage(recipe: Recipe, name: str, stage: Stage) -> None:
         )
     elif stage.model_from is not None:
         _check_reference(recipe, name, "model_from", stage.model_from, MODEL_STAGES)
+
+
+def _check_data(recipe: Recipe, name: str, stage: Stage) -> None:
+    """What the data stage's own numbers already rule out."""
+    source = recipe.stages[getattr(stage, "data_from", None) or _earlier(recipe, name, PrepareDataStage)[-1]]
+    assert isinstance(source, PrepareDataStage)
+    if isinstance(stage, ReinforceStage) and source.rl_prompts and source.rl_prompts < stage.prompts_per_step:
+        raise ValueError(
+            f"stages.{name}.prompts_per_step ({stage.prompts_per_step}) must not exceed"
+            f" the data stage's rl_prompts ({source.rl_prompts})"
+        )
+    if isinstance(stage, EvaluateStage) and not getattr(source.split, stage.split):
+        raise ValueError(f"stages.{name}.split: the data stage gives no rows to '{stage.split}'")
+    if not isinstance(stage, (SftStage, DistillStage)) or not isinstance(stage.model, ScratchModel):
+        return
+    if stage.max_length > stage.model.context:
+        raise ValueError(
+            f"stages.{name}.max_length ({stage.max_length}) must not exceed model.context ({stage.model.context})"
+        )
 
 
 def _resolve_stage(recipe: Recipe, name: str, stage: Stage) -> Stage:

@@ -123,12 +123,12 @@ class ReinforceStage(TrainingStage):
     def n_low(self) -> int:
         """Fewest rollouts a prompt: the bound rounded up, and 2 where the estimator compares siblings."""
         floor = 2 if self.estimator in GROUP_ESTIMATORS else 1
-        return max(math.ceil(self.allocation.low * self.rollouts_per_prompt), floor)
+        return max(math.ceil(round(self.allocation.low * self.rollouts_per_prompt, 9)), floor)
 
     @property
     def n_high(self) -> int:
         """Most rollouts a prompt."""
-        return math.floor(self.allocation.high * self.rollouts_per_prompt)
+        return math.floor(round(self.allocation.high * self.rollouts_per_prompt, 9))
 
     @model_validator(mode="after")
     def _feasible(self) -> Self:

@@ -64,8 +64,13 @@ def _evaluate(
     started = time.perf_counter()
     answers = _answers(stage, collector, list(tasks), context.spec.seed)
     seconds = time.perf_counter() - started
-    _check_scored(answers.sampled)
-    difficulty = {row.prompt_id: row.difficulty for row in rows}
+    unscored = _unscored(answers)
+    difficulty = {row.prompt_id: row.difficulty for row in rows if row.prompt_id not in unscored}
+    if not difficulty:
+        raise DataError(
+            f"none of the {len(rows)} prompts can be scored: {answers.sampled[0].verdict.reason}",
+            "choose the reward.format that fits the answers of the data",
+        )
     found = quality(answers, difficulty, ks=stage.ks, resamples=stage.bootstrap, seed=context.spec.seed)
     sampling = _sampling(stage, context.spec.seed, greedy=True)
     prompts = list(tasks.items())[: stage.latency.prompts]
@@ -80,6 +85,7 @@ def _evaluate(
         f"{name}/tokens_per_second": tokens / seconds,
     }
     values = {f"{name}/{metric}": estimate.value for metric, estimate in found.overall.items()}
+    values[f"{name}/unscored_prompts"] = float(len(unscored))
     return _entry(name, parameter_count(model), found, speed, tokens / seconds), values, timings
 
 
@@ -95,18 +101,10 @@ def _answers(stage: EvaluateStage, collector: Collector, prompt_ids: list[str], 
     return Answers(sampled=collect(stage.samples, greedy=False), greedy=collect(1, greedy=True))
 
 
-def _check_scored(answers: list[ScoredRollout] | Any) -> None:
-    """A pass rate over answers that nobody could score would be a lie.
-
-    Raises:
-        DataError: an answer has no verdict.
-    """
-    for item in answers:
-        if item.verdict.correct is None:
-            raise DataError(
-                f"prompt {item.rollout.prompt_id} cannot be scored: {item.verdict.reason}",
-                "remove it from the data or choose the reward.format that fits its answer",
-            )
+def _unscored(answers: Answers) -> set[str]:
+    """Prompts with an answer that has no verdict: they leave every pass rate, and are counted."""
+    both = (*answers.sampled, *answers.greedy)
+    return {item.rollout.prompt_id for item in both if item.verdict.correct is None}
 
 
 def _entry(

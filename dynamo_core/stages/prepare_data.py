@@ -43,7 +43,7 @@ def run(context: StageContext) -> dict[str, float]:
     rejected = sorted([*unreadable, *invalid, *repeated], key=lambda row: row.row)
     rows_read = len(raw) + len(unreadable)
     _write_quarantine(context.folder / QUARANTINE, rejected)
-    _check_bad_share(rejected, rows_read, stage.max_bad_share)
+    _check_bad_share(rejected, rows_read, stage.max_bad_share, context.folder / QUARANTINE)
     splits = split_rows(prompts, stage.split, stage.rl_prompts)
     if not splits["sft"] and not splits["rl"]:
         raise DataError("no row is left for training", "add rows, or lower split.validation and split.test")
@@ -73,7 +73,7 @@ def _write_quarantine(path: Path, rejected: Sequence[Rejected]) -> None:
         file.writelines(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rejected)
 
 
-def _check_bad_share(rejected: Sequence[Rejected], rows_read: int, max_bad_share: float) -> None:
+def _check_bad_share(rejected: Sequence[Rejected], rows_read: int, max_bad_share: float, listed: Path) -> None:
     """Copies do not count as bad: they are left out without loss, and public sets hold every row many times."""
     bad = [row for row in rejected if row.reason is not Reason.DUPLICATE_EXACT]
     if len(bad) <= max_bad_share * rows_read:
@@ -82,7 +82,7 @@ def _check_bad_share(rejected: Sequence[Rejected], rows_read: int, max_bad_share
     raise DataError(
         f"{bad[0].file}: {len(bad)} of {rows_read} rows are unusable, more than max_bad_share {max_bad_share:g} allows:"
         f" {reasons}; the first is row {bad[0].row}: {bad[0].reason}, {bad[0].value!r}",
-        f"see {QUARANTINE}",
+        f"see {listed}",
     )
 
 

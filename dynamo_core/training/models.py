@@ -59,9 +59,7 @@ def build_scratch(spec: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: 
     return cast(PreTrainedModel, model)
 
 
-def load_model(
-    source: str | Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
-) -> PreTrainedModel:
+def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A causal language model from a folder or hub id, every dropout off.
 
     Raises:
@@ -69,10 +67,10 @@ def load_model(
     """
     transformers_logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _switch_off_dropout(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+            source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
         cause = f"cannot load a model from '{source}': {_first_line(error)}"
@@ -81,14 +79,14 @@ def load_model(
     return cast(PreTrainedModel, placed.to(device))
 
 
-def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id.
 
     Raises:
         RecipeError: nothing there, or the tokenizer has no chat template.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError(f"cannot load a tokenizer from '{source}': {_first_line(error)}") from error
     if tokenizer.chat_template is None:
@@ -101,8 +99,8 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer that a recipe names."""
     path = str(Path(spec.path).expanduser()) if spec.path.startswith("~") else spec.path
-    tokenizer = load_tokenizer(path, trust_remote_code=spec.trust_remote_code)
-    return load_model(path, dtype=dtype, device=device, trust_remote_code=spec.trust_remote_code), tokenizer
+    tokenizer = load_tokenizer(path)
+    return load_model(path, dtype=dtype, device=device), tokenizer
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -76,6 +76,8 @@ def update(
     totals: dict[str, float] = {}
     cells = real = 0
     for rows in mini_batches(batch, stage):
+        if not rows.size:  # none of its rollouts could be scored, which all ranks see alike
+            continue
         weights_BL = torch.zeros_like(advantages_BL)
         weights_BL[rows] = aggregation_weights(batch, stage, rows).to(weights_BL.dtype)
         # A row without advantage has no gradient. Denominators above still count it.

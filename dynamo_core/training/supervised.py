@@ -98,6 +98,9 @@ class DistillationLoss(nn.Module):
         with torch.no_grad():
             teacher_logits_NV = teacher.logits(teacher_NH)
         entropy = cross_entropy(logits_NV, targets_N, weights_N)
+        # Sizes of one family pad the same vocabulary differently (TRL#2215): compare over what both have.
+        common = min(logits_NV.shape[-1], teacher_logits_NV.shape[-1])
+        logits_NV, teacher_logits_NV = logits_NV[:, :common], teacher_logits_NV[:, :common]
         # The temperature's square keeps the gradient's size (Hinton et al. 2015, section 2).
         scale = self._temperature**2
         return entropy, forward_kl(logits_NV, teacher_logits_NV, weights_N, temperature=self._temperature) * scale

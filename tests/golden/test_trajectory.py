@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dynamo_core.algorithms import advantages
+from dynamo_core.stages import reinforce
 from tests.golden import trajectory
 
 
@@ -46,3 +47,42 @@ def test_micro_batches_change_nothing_but_rounding(micro_batch_size):
     for name, tensor in expected.items():
         assert parameters[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-6, abs=1e-8), name
     assert steps[0]["policy/loss"] == pytest.approx(expected_steps[0]["policy/loss"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"estimator": "grpo"},
+        {"allocation__rule": "waterfall_variance"},
+        {"allocation__rule": "waterfall_std"},
+        {"statistics__discount": 1.0},
+        {"modulation__expectation": "sequence"},
+        {"modulation__normaliser": "max"},
+        {"aggregation": "token-mean"},
+        {"aggregation": "seq-mean-token-mean"},
+        {"aggregation": "seq-mean-token-sum-norm"},
+        {"aggregation": "prompt-mean-token-mean"},
+        {"aggregation": "prompt-mean-seq-mean-token-mean"},
+    ],
+    ids=str,
+)
+def test_each_switch_runs_and_changes_the_trajectory(changes):
+    steps, _ = trajectory.run(**changes)
+    assert all(step["allocation/budget"] == 36 for step in steps)
+    expected = json.loads(trajectory.RECORD.read_text())["steps"]
+    found = [{name: float(value).hex() for name, value in step.items()} for step in steps]
+    assert found != expected
+
+
+@pytest.mark.parametrize("objective", ["neyman", "drgrpo"])
+def test_the_objective_reaches_the_allocator(objective, monkeypatch):
+    seen = []
+    allocate = reinforce.allocate
+
+    def spy(*arguments, **options):
+        seen.append(options["objective"])
+        return allocate(*arguments, **options)
+
+    monkeypatch.setattr(reinforce, "allocate", spy)
+    steps, _ = trajectory.run(allocation__objective=objective, allocation__low=0.5)
+    assert seen == [objective] * len(steps)

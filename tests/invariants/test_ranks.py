@@ -61,7 +61,6 @@ def test_two_ranks_allocate_and_answer_as_one(tmp_path):
     recipe = smoke_recipe(
         [
             "stages.reinforced.steps=2",
-            
             "stages.student.steps=1",
             "stages.student.optimizer.warmup_steps=0",
         ]

@@ -21,10 +21,7 @@ def load(name: str) -> Any:
 
 def cases(name: str, key: str = "cases") -> list[Any]:
     """The cases of a file as pytest parameters, named by their id where they have one."""
-    return [
-        pytest.param(case, id=str(case.get("id", index)))
-        for index, case in enumerate(load(name)[key])
-    ]
+    return [pytest.param(case, id=str(case.get("id", index))) for index, case in enumerate(load(name)[key])]
 
 
 def f64(values: Any) -> torch.Tensor:

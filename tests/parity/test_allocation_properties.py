@@ -12,9 +12,7 @@ from . import twins
 
 FEW = settings(max_examples=150, deadline=None, derandomize=True)
 OBJECTIVES = ("neyman", "rloo", "drgrpo")
-VARIANCES = st.one_of(
-    st.just(0.0), st.floats(1e-9, 10.0), st.sampled_from([0.09, 0.25, 0.1 * 0.9, 0.16])
-)
+VARIANCES = st.one_of(st.just(0.0), st.floats(1e-9, 10.0), st.sampled_from([0.09, 0.25, 0.1 * 0.9, 0.16]))
 
 
 @st.composite
@@ -29,9 +27,7 @@ def instances(draw: st.DrawFn, max_size: int = 12) -> tuple[list[float], int, in
 
 @FEW
 @given(instances(), st.sampled_from(RULES), st.sampled_from(OBJECTIVES))
-def test_exact_sum_and_bounds(
-    instance: tuple[list[float], int, int, int], rule: str, objective: str
-) -> None:
+def test_exact_sum_and_bounds(instance: tuple[list[float], int, int, int], rule: str, objective: str) -> None:
     c, budget, low, high = instance
     n = allocate(*instance, rule=rule, objective=objective)
     assert n.dtype == np.int64
@@ -82,12 +78,8 @@ def test_equal_variance_is_uniform(
 
 @FEW
 @given(instances(), st.sampled_from(OBJECTIVES))
-def test_optimal_is_never_worse(
-    instance: tuple[list[float], int, int, int], objective: str
-) -> None:
-    best = objective_value(
-        instance[0], allocate(*instance, rule="optimal", objective=objective), objective
-    )
+def test_optimal_is_never_worse(instance: tuple[list[float], int, int, int], objective: str) -> None:
+    best = objective_value(instance[0], allocate(*instance, rule="optimal", objective=objective), objective)
     for rule in RULES:
         for other in OBJECTIVES:
             n = allocate(*instance, rule=rule, objective=other)
@@ -96,9 +88,7 @@ def test_optimal_is_never_worse(
 
 @FEW
 @given(instances(), st.sampled_from(("neyman", "rloo")))
-def test_continuous_bounds_the_integers_from_below(
-    instance: tuple[list[float], int, int, int], objective: str
-) -> None:
+def test_continuous_bounds_the_integers_from_below(instance: tuple[list[float], int, int, int], objective: str) -> None:
     plan = continuous(*instance, objective=objective)
     n = allocate(*instance, rule="optimal", objective=objective)
     assert np.isclose(plan.n.sum(), instance[1], rtol=1e-9)
@@ -119,12 +109,7 @@ def test_brute_force(instance: tuple[list[float], int, int, int], objective: str
 
 @FEW
 @given(instances(), st.integers(-30, 30))
-def test_a_common_factor_changes_nothing(
-    instance: tuple[list[float], int, int, int], power: int
-) -> None:
+def test_a_common_factor_changes_nothing(instance: tuple[list[float], int, int, int], power: int) -> None:
     c, *rest = instance
     scaled = [x * 2.0**power for x in c]
-    assert (
-        allocate(scaled, *rest, rule="optimal").tolist()
-        == allocate(c, *rest, rule="optimal").tolist()
-    )
+    assert allocate(scaled, *rest, rule="optimal").tolist() == allocate(c, *rest, rule="optimal").tolist()

@@ -340,9 +340,7 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), [pytest.param(call, message, id=name) for name, call, message in CASES]
-)
+@pytest.mark.parametrize(("call", "message"), [pytest.param(call, message, id=name) for name, call, message in CASES])
 def test_refused_with_argument_value_and_bound(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(AlgorithmError, match=message) as caught:
         call()

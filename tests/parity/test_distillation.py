@@ -29,9 +29,7 @@ def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return student, teacher, weights
 
 
-def _twin(
-    student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, beta: float, heat: float
-) -> float:
+def _twin(student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, beta: float, heat: float) -> float:
     q, p = student.tolist(), teacher.tolist()
     return twins.weighted_sum(
         weights.tolist(),
@@ -123,9 +121,7 @@ def test_nothing_leaks_from_outside_the_mask_and_splits_add_up(name: str) -> Non
         results.append((loss, torch.autograd.grad(loss, leaf)[0]))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-    parts = sum(
-        LOSSES[name](student[i : i + 1], teacher[i : i + 1], weights[i : i + 1]) for i in range(3)
-    )
+    parts = sum(LOSSES[name](student[i : i + 1], teacher[i : i + 1], weights[i : i + 1]) for i in range(3))
     torch.testing.assert_close(parts, results[0][0].detach(), rtol=1e-12, atol=1e-14)
     nothing = LOSSES[name](student, teacher, torch.zeros_like(weights))
     assert float(nothing) == 0
@@ -135,9 +131,7 @@ def test_cross_entropy_equals_its_twin() -> None:
     student, _, weights = _inputs(5)
     targets = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(0))
     rows, labels = student.tolist(), targets.tolist()
-    expected = twins.weighted_sum(
-        weights.tolist(), lambda b, t: -math.log(twins.softmax(rows[b][t])[labels[b][t]])
-    )
+    expected = twins.weighted_sum(weights.tolist(), lambda b, t: -math.log(twins.softmax(rows[b][t])[labels[b][t]]))
     targets[weights == 0] = -100
     agree(cross_entropy(student, targets, weights), expected)
 

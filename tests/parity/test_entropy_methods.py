@@ -27,20 +27,12 @@ def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return log_prob + spoil, advantages + spoil, mask
 
 
-def _covariance(
-    log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> list[list[float]]:
-    inside = [
-        (float(a), float(b))
-        for a, b in zip(log_prob[mask != 0], advantages[mask != 0], strict=True)
-    ]
+def _covariance(log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
+    inside = [(float(a), float(b)) for a, b in zip(log_prob[mask != 0], advantages[mask != 0], strict=True)]
     mean_a = sum(a for a, _ in inside) / len(inside)
     mean_b = sum(b for _, b in inside) / len(inside)
     return [
-        [
-            (float(a) - mean_a) * (float(b) - mean_b) if m else 0.0
-            for a, b, m in zip(*rows, strict=True)
-        ]
+        [(float(a) - mean_a) * (float(b) - mean_b) if m else 0.0 for a, b, m in zip(*rows, strict=True)]
         for rows in zip(log_prob, advantages, mask, strict=True)
     ]
 
@@ -67,9 +59,7 @@ def test_clip_cov_drops_random_tokens_of_the_band() -> None:
         assert not keep[mask == 0].any()
         dropped |= lost
     assert torch.equal(dropped, band)  # every token of the band has its turn
-    same = [
-        clip_cov(*inputs, generator=torch.Generator().manual_seed(3), share=0.1) for _ in range(2)
-    ]
+    same = [clip_cov(*inputs, generator=torch.Generator().manual_seed(3), share=0.1) for _ in range(2)]
     assert torch.equal(*same)
     generator = torch.Generator().manual_seed(0)
     everything = clip_cov(*inputs, generator=generator, low=100.0, high=200.0)
@@ -99,9 +89,7 @@ def test_kl_cov_penalty_and_its_gradient() -> None:
     loss = kl_cov_penalty(log_prob, old, weights, chosen, coefficient=2.0)
     agree(loss, 2 * (0.5 * 0.5 + 0.25 * 1.0))
     agree(torch.autograd.grad(loss, log_prob)[0], [[1.0, -0.5, 0.0]])
-    agree(
-        kl_cov_penalty(log_prob, old, weights, chosen & torch.tensor([[False, True, True]])), 0.25
-    )
+    agree(kl_cov_penalty(log_prob, old, weights, chosen & torch.tensor([[False, True, True]])), 0.25)
 
 
 def test_entropy_advantage() -> None:

@@ -173,9 +173,7 @@ def test_weights_of_full_batches_sum_to_what_the_name_says(name: str) -> None:
 def test_policy_loss_equals_its_twin(dual: float | None) -> None:
     for seed in range(15):
         x = _random(seed)
-        weights = aggregation_weights(
-            x["mask"], x["group"], aggregation="prompt-mean-token-sum-norm", horizon=6
-        )
+        weights = aggregation_weights(x["mask"], x["group"], aggregation="prompt-mean-token-sum-norm", horizon=6)
         tensors = (x["log_prob"], x["old_log_prob"], x["advantages"])
         loss = policy_loss(*tensors, weights, eps_low=0.2, eps_high=0.28, dual_clip=dual)
         lp, old, advantage = (tensor.tolist() for tensor in tensors)
@@ -188,9 +186,7 @@ def test_policy_loss_equals_its_twin(dual: float | None) -> None:
 
 def test_a_huge_log_ratio_is_clamped() -> None:
     log_prob, old = f64([[0.0, -90.0]]), f64([[-100.0, 0.0]])
-    loss = policy_loss(
-        log_prob, old, f64([[-1.0, 1.0]]), torch.ones(1, 2), eps_low=0.2, eps_high=0.2
-    )
+    loss = policy_loss(log_prob, old, f64([[-1.0, 1.0]]), torch.ones(1, 2), eps_low=0.2, eps_high=0.2)
     agree(loss, math.exp(20) - math.exp(-20))
 
 
@@ -211,10 +207,7 @@ def test_nothing_leaks_from_outside_the_mask(name: str) -> None:
     assert outside.any()
 
     def evaluate(filler: float) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = [
-            torch.where(outside, filler, x[key])
-            for key in ("log_prob", "old_log_prob", "advantages")
-        ]
+        tensors = [torch.where(outside, filler, x[key]) for key in ("log_prob", "old_log_prob", "advantages")]
         leaf = tensors[0].requires_grad_()
         loss = LOSSES[name](leaf, *tensors[1:], weights)
         return loss, torch.autograd.grad(loss, leaf)[0]

@@ -53,9 +53,7 @@ def test_oracle(case: dict[str, Any], name: str) -> None:
     e_mean = torch.where(mask != 0, token.pi_lambda - sequence_bracket(token.pi_lambda, mask), 0.0)
     agree(e_mean, expected["E_seqmean"])
 
-    change = entropy_change(
-        **tensors, eps_low=p["eps_low"], eps_high=p["eps_high"], expectation=EXPECTATION[name]
-    )
+    change = entropy_change(**tensors, eps_low=p["eps_low"], eps_high=p["eps_high"], expectation=EXPECTATION[name])
     agree(change, expected[f"dH_{name}"])
     advantages = tensors["advantages"]
     comp = compensation(token.entropy, advantages, mask, alpha=p["alpha"])
@@ -100,9 +98,7 @@ def test_entropy_change_equals_its_twin(expectation: str) -> None:
         options: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "expectation": expectation}
         actual = entropy_change(**tensors, **options, weight=weight)
         lists = [tensor.tolist() for tensor in tensors.values()]
-        twin = twins.entropy_change(
-            *lists, **options, weight=None if weight is None else weight.tolist()
-        )
+        twin = twins.entropy_change(*lists, **options, weight=None if weight is None else weight.tolist())
         np.testing.assert_allclose(actual.numpy(), twin, rtol=1e-9, atol=1e-12)
 
 
@@ -112,9 +108,7 @@ def test_bracket_of_the_decoder_gives_the_same_change() -> None:
     rest = [tensors[name] for name in ("old_log_prob", "advantages", "mask")]
     clip = {"eps_low": 0.2, "eps_high": 0.28}
     weight = torch.rand(4, 6, dtype=torch.float64)
-    actual = entropy_change_from_bracket(
-        token.bracket, token.log_prob, *rest, **clip, weight=weight
-    )
+    actual = entropy_change_from_bracket(token.bracket, token.log_prob, *rest, **clip, weight=weight)
     expected = entropy_change(**tensors, **clip, expectation="vocabulary", weight=weight)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
@@ -125,25 +119,19 @@ def test_statistics_equal_their_twin_for_every_chunk(chunk: int) -> None:
     actual = logit_statistics(tensors["logits"], tensors["actions"], chunk=chunk)
     for b in range(4):
         for t in range(6):
-            twin = twins.token_statistics(
-                tensors["logits"][b, t].tolist(), int(tensors["actions"][b, t])
-            )
+            twin = twins.token_statistics(tensors["logits"][b, t].tolist(), int(tensors["actions"][b, t]))
             got = [float(field[b, t]) for field in actual]
             assert got == pytest.approx(twin, rel=1e-9, abs=1e-12)
 
 
 def test_statistics_of_large_and_impossible_logits() -> None:
-    logits = f64(
-        [[1e4, 1e4 - 1, -1e4, 3.0], [-torch.inf, 2.0, -torch.inf, 1.0], [0.0, -800.0, 0, 0]]
-    )
+    logits = f64([[1e4, 1e4 - 1, -1e4, 3.0], [-torch.inf, 2.0, -torch.inf, 1.0], [0.0, -800.0, 0, 0]])
     actions = torch.tensor([0, 1, 2])
     for chunk in (1, 2, 4):
         actual = logit_statistics(logits, actions, chunk=chunk)
         for row in range(3):
             twin = twins.token_statistics(logits[row].tolist(), int(actions[row]))
-            assert [float(field[row]) for field in actual] == pytest.approx(
-                twin, rel=1e-9, abs=1e-12
-            )
+            assert [float(field[row]) for field in actual] == pytest.approx(twin, rel=1e-9, abs=1e-12)
     impossible = logit_statistics(logits[1:2], torch.tensor([0]), chunk=2)
     assert float(impossible.log_prob) == -torch.inf
     assert float(impossible.pi_lambda) == 0
@@ -223,9 +211,7 @@ def test_modulate_equals_its_twin(normaliser: str | float) -> None:
         entropy = logit_statistics(tensors["logits"], tensors["actions"]).entropy
         change = entropy_change(**tensors, eps_low=0.2, eps_high=0.2, expectation="vocabulary")
         for switches in ((True, True), (True, False), (False, True), (False, False)):
-            config = replace(
-                DECAY5, normaliser=normaliser, compensation=switches[0], stabilisation=switches[1]
-            )
+            config = replace(DECAY5, normaliser=normaliser, compensation=switches[0], stabilisation=switches[1])
             actual = modulate(advantages, entropy, change, mask, config=config)
             inputs = [tensor.tolist() for tensor in (advantages, entropy, change, mask)]
             twin = twins.modulate(*inputs, config)
@@ -267,8 +253,7 @@ def test_scope_and_scale_make_the_split_irrelevant() -> None:
         ]  # fmt: skip
         assert torch.equal(torch.cat(parts), whole)
         alone = [
-            modulate(*(x[i : i + 1] for x in (advantages, entropy, change, mask)), config=config)
-            for i in range(8)
+            modulate(*(x[i : i + 1] for x in (advantages, entropy, change, mask)), config=config) for i in range(8)
         ]
         assert not torch.equal(torch.cat(alone), whole)
 
@@ -288,9 +273,7 @@ def test_nothing_leaks_from_outside_the_mask() -> None:
     entropy = torch.rand(4, 6, dtype=torch.float64)
     bad = torch.where(outside, torch.nan, entropy)
     plain = modulate(tensors["advantages"], entropy, clean, mask, config=DECAY5)
-    spoiled = modulate(
-        dirty["advantages"], bad, torch.where(outside, torch.nan, clean), mask, config=DECAY5
-    )
+    spoiled = modulate(dirty["advantages"], bad, torch.where(outside, torch.nan, clean), mask, config=DECAY5)
     assert torch.equal(plain, spoiled)
     assert torch.equal(plain[outside], torch.zeros_like(plain[outside]))
 

@@ -108,16 +108,12 @@ def _random_history(seed: int, steps: int = 6) -> list[list[tuple[str, bool, flo
         for prompt in "abcdef":
             if rng.random() < 0.6:
                 for _ in range(rng.randint(1, 8)):
-                    step.append(
-                        (prompt, rng.random() < 0.4, rng.random() * 10 ** rng.randint(-9, 9))
-                    )
+                    step.append((prompt, rng.random() < 0.4, rng.random() * 10 ** rng.randint(-9, 9)))
         history.append(step)
     return history
 
 
-def _play(
-    history: list[list[tuple[str, bool, float]]], shuffle: int | None = None, **settings: Any
-) -> PromptStats:
+def _play(history: list[list[tuple[str, bool, float]]], shuffle: int | None = None, **settings: Any) -> PromptStats:
     stats = PromptStats(**settings)
     for step in history:
         records = list(step)

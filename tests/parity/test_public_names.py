@@ -24,8 +24,7 @@ SIGNATURES = {
     "algorithms.prompt_stats.posterior_variance": "(k, G, prior=(0.5, 0.5))",
     "algorithms.prompt_stats.official_rank": "(k, G)",
     "algorithms.prompt_stats.PromptStats": (
-        "(prior=(0.5, 0.5), discount=0.5, *, critic_strength=6.0, source='posterior', "
-        "energy_strength=1.0)"
+        "(prior=(0.5, 0.5), discount=0.5, *, critic_strength=6.0, source='posterior', energy_strength=1.0)"
     ),
     "algorithms.prompt_stats.PromptStats.observe": "(self, prompt_id, correct, energy=None)",
     "algorithms.prompt_stats.PromptStats.end_step": "(self)",
@@ -36,8 +35,7 @@ SIGNATURES = {
     "algorithms.prompt_stats.PromptStats.load_state_dict": "(self, state)",
     "algorithms.prompt_stats.PromptStats.metrics": "(self)",
     "algorithms.modulation.entropy_change": (
-        "(logits, actions, old_log_prob, advantages, mask, *, eps_low, eps_high, expectation, "
-        "weight=None)"
+        "(logits, actions, old_log_prob, advantages, mask, *, eps_low, eps_high, expectation, weight=None)"
     ),
     "algorithms.modulation.entropy_change_from_bracket": (
         "(bracket, log_prob, old_log_prob, advantages, mask, *, eps_low, eps_high, weight=None)"
@@ -68,12 +66,8 @@ SIGNATURES = {
         "(log_prob, old_log_prob, advantages, weights, *, eps_low, eps_high, dual_clip=None)"
     ),
     "algorithms.losses.value_loss": "(values, old_values, returns, weights, *, clip=None)",
-    "algorithms.losses.gspo_loss": (
-        "(log_prob, old_log_prob, advantages, weights, *, eps_low, eps_high)"
-    ),
-    "algorithms.losses.cispo_loss": (
-        "(log_prob, old_log_prob, advantages, weights, *, eps_high, eps_low=1.0)"
-    ),
+    "algorithms.losses.gspo_loss": ("(log_prob, old_log_prob, advantages, weights, *, eps_low, eps_high)"),
+    "algorithms.losses.cispo_loss": ("(log_prob, old_log_prob, advantages, weights, *, eps_high, eps_low=1.0)"),
     "algorithms.losses.entropy_bonus": "(entropy, weights, *, coefficient)",
     "algorithms.losses.truncated_importance_weights": (
         "(old_log_prob, rollout_log_prob, mask, *, cap=2.0, floor=None)"
@@ -84,15 +78,9 @@ SIGNATURES = {
     "algorithms.kl.reward_penalty": "(log_prob, ref_log_prob, mask, *, coefficient, kind='k1')",
     "algorithms.kl.loss": "(log_prob, ref_log_prob, weights, *, kind, old_log_prob=None)",
     "algorithms.kl.AdaptiveController": "(coefficient, *, target, horizon)",
-    "algorithms.distillation.forward_kl": (
-        "(student_logits, teacher_logits, weights, *, temperature=1.0)"
-    ),
-    "algorithms.distillation.reverse_kl": (
-        "(student_logits, teacher_logits, weights, *, temperature=1.0)"
-    ),
-    "algorithms.distillation.generalised_jsd": (
-        "(student_logits, teacher_logits, weights, *, beta, temperature=1.0)"
-    ),
+    "algorithms.distillation.forward_kl": ("(student_logits, teacher_logits, weights, *, temperature=1.0)"),
+    "algorithms.distillation.reverse_kl": ("(student_logits, teacher_logits, weights, *, temperature=1.0)"),
+    "algorithms.distillation.generalised_jsd": ("(student_logits, teacher_logits, weights, *, beta, temperature=1.0)"),
     "algorithms.distillation.cross_entropy": "(logits, targets, weights)",
     "algorithms.schedules.factor": "(name, step, *, total, warmup=0, final=0.0)",
     "evaluation.passk.pass_at_k": "(n, c, k)",

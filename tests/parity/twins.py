@@ -47,15 +47,11 @@ def heap_optimum(c: Sequence[float], budget: int, low: int, high: int, name: str
     return n
 
 
-def heap_cost(
-    c: Sequence[float], q: Sequence[float], budget: float, low: int, high: int, name: str
-) -> list[int]:
+def heap_cost(c: Sequence[float], q: Sequence[float], budget: float, low: int, high: int, name: str) -> list[int]:
     """The same on the gain of c/q, skipping what no longer fits into the cost budget."""
     n = [low] * len(c)
     left = budget - low * math.fsum(q)
-    heap = [
-        (-GAINS[name](ci / qi, low), low, i) for i, (ci, qi) in enumerate(zip(c, q, strict=True))
-    ]
+    heap = [(-GAINS[name](ci / qi, low), low, i) for i, (ci, qi) in enumerate(zip(c, q, strict=True))]
     heapq.heapify(heap)
     while heap:
         _, current, i = heapq.heappop(heap)
@@ -91,9 +87,7 @@ def waterfall(weights: Sequence[float], budget: int, low: int, high: int) -> lis
     return n
 
 
-def kkt(
-    c: Sequence[float], q: Sequence[float], budget: float, low: int, high: int, shift: int
-) -> list[float]:
+def kkt(c: Sequence[float], q: Sequence[float], budget: float, low: int, high: int, shift: int) -> list[float]:
     """clip(shift + theta sigma / sqrt q) with theta by 300 bisections; zeros share what is left."""
 
     def plan(theta: float) -> list[float]:
@@ -187,9 +181,7 @@ def entropy_change(
 
 
 def _masked(values: Any, mask: Any) -> list[float]:
-    return [
-        v for row, ms in zip(values, mask, strict=True) for v, m in zip(row, ms, strict=True) if m
-    ]
+    return [v for row, ms in zip(values, mask, strict=True) for v, m in zip(row, ms, strict=True) if m]
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -244,19 +236,14 @@ def group_advantage(rewards: Sequence[float], group: Sequence[int], kind: str) -
     return result
 
 
-def gae(
-    rewards: Any, values: Any, mask: Any, gamma: float, lam: float, bootstrap: Any = None
-) -> Matrix:
+def gae(rewards: Any, values: Any, mask: Any, gamma: float, lam: float, bootstrap: Any = None) -> Matrix:
     """sum_l (gamma lam)^l delta_{t+l} over the row's masked tokens, directly."""
     result = []
     for b, row in enumerate(mask):
         tokens = [t for t, m in enumerate(row) if m]
         end = 0.0 if bootstrap is None else bootstrap[b]
         following = [*(values[b][t] for t in tokens[1:]), end][: len(tokens)]
-        deltas = [
-            rewards[b][t] + gamma * after - values[b][t]
-            for t, after in zip(tokens, following, strict=True)
-        ]
+        deltas = [rewards[b][t] + gamma * after - values[b][t] for t, after in zip(tokens, following, strict=True)]
         out = [0.0] * len(row)
         for i, t in enumerate(tokens):
             out[t] = math.fsum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
@@ -272,9 +259,7 @@ def whiten(values: Any, mask: Any, weight: Any = None) -> Matrix:
     else:
         w = _masked(weight, mask)
         mean = math.fsum(a * b for a, b in zip(w, inside, strict=True)) / math.fsum(w)
-        variance = math.fsum(
-            a * (b - mean) ** 2 for a, b in zip(w, inside, strict=True)
-        ) / math.fsum(w)
+        variance = math.fsum(a * (b - mean) ** 2 for a, b in zip(w, inside, strict=True)) / math.fsum(w)
     scale = math.sqrt(variance + 1e-8)
     return [
         [(v - mean) / scale if m else 0.0 for v, m in zip(row, ms, strict=True)]
@@ -307,9 +292,7 @@ def aggregation(mask: Any, group: Sequence[int], name: str, horizon: float) -> M
     return [[weight(b) if m else 0.0 for m in row] for b, row in enumerate(mask)]
 
 
-def surrogate(
-    lp: float, old: float, advantage: float, eps_low: float, eps_high: float, dual: float | None
-) -> float:
+def surrogate(lp: float, old: float, advantage: float, eps_low: float, eps_high: float, dual: float | None) -> float:
     ratio = math.exp(min(max(lp - old, -20.0), 20.0))
     clipped = min(max(ratio, 1 - eps_low), 1 + eps_high)
     loss = max(-advantage * ratio, -advantage * clipped)
@@ -319,9 +302,7 @@ def surrogate(
 
 
 def weighted_sum(weights: Any, token: Callable[[int, int], float]) -> float:
-    return math.fsum(
-        w * token(b, t) for b, row in enumerate(weights) for t, w in enumerate(row) if w
-    )
+    return math.fsum(w * token(b, t) for b, row in enumerate(weights) for t, w in enumerate(row) if w)
 
 
 def softmax(logits: Sequence[float], temperature: float = 1.0) -> list[float]:

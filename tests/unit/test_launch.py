@@ -209,3 +209,14 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 )
 def test_last_words(log: str, expected: str) -> None:
     assert last_words(log.splitlines()) == expected
+
+
+def test_a_crash_is_explained_by_its_own_attempt(tmp_path: Path) -> None:
+    log = tmp_path / "stage.log"
+    log.write_text("exitcode  : -9 (pid: 7)\nTraceback (most recent call last):\nRuntimeError: long ago\n")
+    start = log.stat().st_size
+    log.write_text(log.read_text() + "Traceback (most recent call last):\nValueError: just now\n")
+    error = launch._crash("sft", 1, log, start)
+    assert not isinstance(error, StageLost)
+    assert "ValueError: just now" in str(error)
+    assert "crashed with exit code 255" in str(launch._crash("sft", 255, log, start))

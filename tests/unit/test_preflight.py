@@ -85,3 +85,19 @@ def test_sizes_follow_references_and_sharding() -> None:
 
 def test_durations() -> None:
     assert [duration(seconds) for seconds in (0, 65, 3600)] == ["0:00", "1:05", "1:00:00"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("stages.reinforced.prompts_per_step=40", "must not exceed the data stage's rl_prompts (24)"),
+        ("stages.data.split.test=0", "the data stage gives no rows to 'test'"),
+        ("stages.teacher.max_length=300", "max_length (300) must not exceed model.context (128)"),
+        ("stages.teacher.model.head_dim=31", "head_dim"),
+        ("stages.teacher.optimizer.betas=[0.9, 1.0]", "betas"),
+    ],
+)
+def test_numbers_that_exclude_each_other_are_refused_at_load(override: str, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(SMOKE, [override])
+    assert expected in str(caught.value)

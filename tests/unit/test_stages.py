@@ -123,7 +123,11 @@ def test_evaluation_compares_every_model_on_the_same_prompts(store):
 
 
 def test_fewer_prompts_than_a_step_needs_is_one_line(store):
-    folder = stage_folder(smoke_recipe(["stages.reinforced.prompts_per_step=40"]), "reinforced", store / "more")
+    folder = stage_folder(
+        smoke_recipe(["stages.reinforced.prompts_per_step=40", "stages.data.rl_prompts=50"]),
+        "reinforced",
+        store / "more",
+    )
     for name in ("data", "student"):
         (store / "more" / name).symlink_to(store / name)
     with pytest.raises(DataError, match="prompts_per_step is 40 but the data holds 24 training prompts"):

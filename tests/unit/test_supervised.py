@@ -153,3 +153,21 @@ def test_rows_that_are_too_long_are_named_and_all_of_them_is_an_error():
     assert (len(encoded.rows), encoded.too_long) == (1, ["long"])
     with pytest.raises(DataError, match="max_length 5"):
         encode_rows(tokenizer, demonstrations, max_length=5)
+
+
+def test_padded_vocabularies_of_different_size_are_compared_over_what_both_have():
+    tokenizer = tiny_tokenizer()
+    student, teacher = tiny_model(tokenizer), tiny_model(tokenizer, seed=9)
+    batch = pad_rows(rows(4))
+    weights_BL = batch.target_mask_BL.float()
+
+    def loss_with(teacher_model):
+        module = DistillationLoss(student, teacher_model, temperature=1.0, kl_weight=1.0)
+        return float(module(batch.token_ids_BL, batch.target_mask_BL, weights_BL)[0].detach())
+
+    expected = loss_with(teacher)
+    torch.manual_seed(0)
+    teacher.resize_token_embeddings(len(tokenizer) + 7, mean_resizing=False)
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight[len(tokenizer) :] = 0.0
+    assert loss_with(teacher) == pytest.approx(expected, rel=1e-5)

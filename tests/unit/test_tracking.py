@@ -198,3 +198,13 @@ def test_the_run_gets_its_status_whatever_ends_it(make_tracker, kind, expected) 
     with pytest.raises(kind), tracker:
         raise kind
     assert recorder.taken == ["start", expected]
+
+
+def test_a_tracking_address_that_nobody_understands_is_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path)
+    store.prepare()
+    with Tracker(store, load_recipe(DATA_ONLY), "run", TrackingTarget("foo://bar", artifacts=None)):
+        pass
+    assert "tracking is off, nothing can be recorded at foo://bar" in capsys.readouterr().err

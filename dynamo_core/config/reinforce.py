@@ -11,9 +11,6 @@ from dynamo_core.config.base import Frozen, NonNegativeFloat, PositiveFloat, Pos
 from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.stage_base import TrainingStage
 
-GROUP_ESTIMATORS = ("grpo", "rloo")
-"""Estimators that compare a rollout with its siblings and so need two of them."""
-
 
 class Allocation(Frozen):
     """How the rollouts of a step are spread over its prompts."""
@@ -121,9 +118,8 @@ class ReinforceStage(TrainingStage):
 
     @property
     def n_low(self) -> int:
-        """Fewest rollouts a prompt: the bound rounded up, and 2 where the estimator compares siblings."""
-        floor = 2 if self.estimator in GROUP_ESTIMATORS else 1
-        return max(math.ceil(round(self.allocation.low * self.rollouts_per_prompt, 9)), floor)
+        """Fewest rollouts a prompt: the bound rounded up, at least 2: every estimator here compares siblings."""
+        return max(math.ceil(round(self.allocation.low * self.rollouts_per_prompt, 9)), 2)
 
     @property
     def n_high(self) -> int:

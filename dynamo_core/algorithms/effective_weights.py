@@ -86,9 +86,19 @@ def effective_weights(
         weight[here] = kappa(p[here], size, estimator)
     if weighting == "rollout-mean":
         weight = weight * n * (n.numel() / n.sum())
-    values = {}
+    return by_band(p, weight)
+
+
+def by_band(p: torch.Tensor, values: torch.Tensor) -> dict[str, float]:
+    """Mean of `values` [P] over the prompts in each band of success rate p [P]; empty bands left out.
+
+    Raises:
+        AlgorithmError: shapes that do not match.
+    """
+    same_shape(p=p, values=values)
+    means = {}
     for low, high in BANDS:
         inside = (p >= low) & ((p < high) if high < 1 else (p <= high))
         if bool(inside.any()):
-            values[f"{low:g}-{high:g}"] = float(weight[inside].mean())
-    return values
+            means[f"{low:g}-{high:g}"] = float(values[inside].mean())
+    return means

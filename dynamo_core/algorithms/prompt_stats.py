@@ -182,6 +182,11 @@ class PromptStats:
         table = np.asarray(rows, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
+    def success_rate(self, prompt_ids: Iterable[PromptId]) -> FloatArray:
+        """Posterior mean of p, float64[N], in (0, 1)."""
+        k, G = self.counts(prompt_ids)
+        return (self.prior[0] + k) / (sum(self.prior) + G)
+
     def variance(
         self, prompt_ids: Sequence[PromptId], prior_mean: npt.ArrayLike | None = None
     ) -> FloatArray:
@@ -236,11 +241,8 @@ class PromptStats:
             "unscored": float(self._unscored),
         }
         if ids:
-            k, G = self.counts(ids)
             variance = self.variance(ids)
-            values["success_rate_mean"] = float(
-                np.mean((self.prior[0] + k) / (sum(self.prior) + G))
-            )
+            values["success_rate_mean"] = float(self.success_rate(ids).mean())
             values["variance_mean"] = float(variance.mean())
             values["variance_min"] = float(variance.min())
         return values

@@ -20,22 +20,47 @@ _NO_MODULATION: Final = {
 _UNIFORM: Final = {"rule": "uniform", "objective": "rloo", "low": 1.0, "high": 1.0}
 _JEFFREYS: Final = {"prior": [0.5, 0.5], "discount": 0.5}
 
+_CLIP: Final = {"type": "ppo", "eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
+_DUAL_CLIP: Final = {"type": "ppo", "eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
+
+
+def _uniform(estimator: str, aggregation: str, loss: dict[str, Any] = _CLIP) -> dict[str, Any]:
+    """The same number of rollouts for every prompt, nothing modulated."""
+    return {
+        "estimator": estimator,
+        "allocation": _UNIFORM,
+        "statistics": _JEFFREYS,
+        "aggregation": aggregation,
+        "modulation": _NO_MODULATION,
+        "loss": loss,
+    }
+
+
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "grpo": {
+    "grpo": _uniform("grpo", "token-mean"),
+    "dr_grpo": _uniform("dr_grpo", "seq-mean-token-sum-norm"),
+    "rloo": _uniform("rloo", "seq-mean-token-sum"),
+    "reinforce_pp": _uniform("reinforce_pp", "token-mean"),
+    "gspo": _uniform(
+        "grpo", "seq-mean-token-mean", {"type": "gspo", "eps_low": 3e-4, "eps_high": 4e-4, "dual_clip": None}
+    ),
+    # The release's rules, its indexing faults left out and its hidden clip stated.
+    "faithful": {
         "estimator": "grpo",
-        "allocation": _UNIFORM,
-        "statistics": _JEFFREYS,
+        "allocation": {"rule": "official", "objective": "neyman", "low": 0.5, "high": 1.5},
+        "statistics": {"prior": [0.5, 0.5], "discount": 1.0},
         "aggregation": "token-mean",
-        "modulation": _NO_MODULATION,
-        "loss": {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None},
-    },
-    "rloo": {
-        "estimator": "rloo",
-        "allocation": _UNIFORM,
-        "statistics": _JEFFREYS,
-        "aggregation": "seq-mean-token-sum",
-        "modulation": _NO_MODULATION,
-        "loss": {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None},
+        "modulation": {
+            "compensation": True,
+            "stabilisation": True,
+            "alpha": 0.2,
+            "lambda_min": 0.6,
+            "gamma": 50.0,
+            "tau": 0.99,
+            "expectation": "sequence",
+            "normaliser": "max",
+        },
+        "loss": _DUAL_CLIP,
     },
     "exact": {
         "estimator": "rloo",
@@ -43,7 +68,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "statistics": _JEFFREYS,
         "aggregation": "prompt-mean-token-sum-norm",
         "modulation": {**_NO_MODULATION, "compensation": True},
-        "loss": {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0},
+        "loss": _DUAL_CLIP,
     },
 }
 

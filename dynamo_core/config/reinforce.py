@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from dynamo_core.config.base import Frozen, NonNegativeFloat, PositiveFloat, PositiveInt, Sampling, Share
+from dynamo_core.config.base import Frozen, PositiveInt, Sampling
+from dynamo_core.config.method import (
+    LEAST_GROUP,
+    LEAST_OBJECTIVE,
+    LEAST_OFFICIAL,
+    Allocation,
+    ClipCov,
+    EntropyMethod,
+    ForkTokens,
+    Modulation,
+    PolicyLoss,
+    Statistics,
+)
 from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.stage_base import TrainingStage
-
-
-class Allocation(Frozen):
-    """How the rollouts of a step are spread over its prompts."""
-
-    rule: Literal["uniform", "optimal", "waterfall_variance", "waterfall_std"]
-    objective: Literal["neyman", "rloo", "drgrpo"]
-    """The variance that `optimal` minimises: sum c/n, c/(n-1) or c(n-1)/n^2."""
-    low: PositiveFloat
-    """Fewest rollouts a prompt, as a multiple of the mean."""
-    high: PositiveFloat
-    """Most rollouts a prompt, as a multiple of the mean."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(f"low ({self.low:g}) must not exceed high ({self.high:g})")
-        if self.low > 1 or self.high < 1:
-            raise ValueError(
-                f"low ({self.low:g}) must be at most 1 and high ({self.high:g}) at least 1: the mean lies between"
-            )
-        return self
-
-
-class Statistics(Frozen):
-    """The Beta posterior over each prompt's success rate."""
-
-    prior: tuple[PositiveFloat, PositiveFloat]
-    discount: Share
-    """Weight of a visit after the next one; 1 counts for ever."""
-
-
-class Modulation(Frozen):
-    """Token-level factors on the advantages (compensation, stabilisation), each with its own switch."""
-
-    compensation: bool
-    alpha: NonNegativeFloat
-    """Largest relative boost of a positive advantage, at the lowest entropy."""
-    stabilisation: bool
-    lambda_min: Share
-    gamma: PositiveFloat
-    tau: PositiveFloat
-    expectation: Literal["vocabulary", "sequence"]
-    """vocabulary: exact entropy change; sequence: the release's estimate."""
-    normaliser: Literal["max"] | Annotated[float, Field(gt=0, lt=1)]
-    """What |entropy change| is divided by: its maximum or a quantile over all of a step's rollouts."""
-
-
-class PolicyLoss(Frozen):
-    """The clipped surrogate."""
-
-    eps_low: Annotated[float, Field(gt=0, lt=1)]
-    eps_high: PositiveFloat
-    dual_clip: Annotated[float, Field(gt=1)] | None
 
 
 class MathAnswerReward(Frozen):
@@ -78,7 +36,7 @@ class ReinforceStage(TrainingStage):
     """Policy optimisation with allocated rollouts and modulated advantages."""
 
     type: Literal["reinforce"]
-    preset: Literal["grpo", "rloo", "exact"]
+    preset: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "faithful", "exact"]
     """Fills in every switch below that the recipe leaves out, while the recipe is loaded."""
     model: PretrainedModel | None = None
     """The policy to start from; leave out with `model_from`."""
@@ -91,7 +49,9 @@ class ReinforceStage(TrainingStage):
     """Mini-batches of whole prompts made of one step's rollouts, one optimizer step each."""
     sampling: Sampling
     reward: MathAnswerReward = MathAnswerReward()
-    estimator: Literal["grpo", "rloo"]
+    overlong: Literal["keep", "mask"] = "keep"
+    """mask: rollouts cut off at max_new_tokens leave the loss, not the baselines and statistics."""
+    estimator: Literal["grpo", "dr_grpo", "rloo", "posterior_std_grpo", "reinforce_pp", "w_reinforce", "nsr"]
     allocation: Allocation
     statistics: Statistics
     aggregation: Literal[
@@ -105,6 +65,8 @@ class ReinforceStage(TrainingStage):
     ]
     modulation: Modulation
     loss: PolicyLoss
+    entropy_method: EntropyMethod | None = None
+    """A published way to steer entropy, as a baseline to modulation."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -118,8 +80,17 @@ class ReinforceStage(TrainingStage):
 
     @property
     def n_low(self) -> int:
-        """Fewest rollouts a prompt: the bound rounded up, at least 2: every estimator here compares siblings."""
-        return max(math.ceil(round(self.allocation.low * self.rollouts_per_prompt, 9)), 2)
+        """Fewest rollouts a prompt: the bound rounded up, at least what estimator, rule and objective need."""
+        return max(math.ceil(round(self.allocation.low * self.rollouts_per_prompt, 9)), self._least)
+
+    @property
+    def _least(self) -> int:
+        rule = self.allocation.rule
+        if rule == "official":
+            return LEAST_OFFICIAL
+        if rule == "optimal":
+            return max(LEAST_GROUP[self.estimator], LEAST_OBJECTIVE[self.allocation.objective])
+        return LEAST_GROUP[self.estimator]
 
     @property
     def n_high(self) -> int:
@@ -131,10 +102,13 @@ class ReinforceStage(TrainingStage):
         if not self.n_low <= self.rollouts_per_prompt <= self.n_high:
             raise ValueError(
                 f"rollouts_per_prompt ({self.rollouts_per_prompt}) must lie within the bounds"
-                f" {self.n_low}..{self.n_high} that allocation.low/high and the estimator '{self.estimator}' give:"
+                f" {self.n_low}..{self.n_high} that allocation and the estimator '{self.estimator}' give:"
                 f" the budget {self.budget} is outside"
                 f" {self.prompts_per_step}x{self.n_low}..{self.prompts_per_step}x{self.n_high}"
             )
+        masks_tokens = isinstance(self.entropy_method, ClipCov | ForkTokens)
+        if self.loss.type == "gspo" and masks_tokens:
+            raise ValueError("loss.type 'gspo' needs whole rows: entropy_method may not drop tokens of them")
         if self.prompts_per_step % self.updates_per_step:
             raise ValueError(
                 f"updates_per_step ({self.updates_per_step}) must divide prompts_per_step ({self.prompts_per_step})"

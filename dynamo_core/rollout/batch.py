@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dynamo_core.algorithms.losses import overlong_mask
 from dynamo_core.data.batching import TokenRow, pad_rows
 from dynamo_core.errors import DataError
 from dynamo_core.rollout.collector import ScoredRollout
@@ -14,11 +15,14 @@ from dynamo_core.training.policy_update import PolicyBatch
 from dynamo_core.types import Rollout
 
 
-def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str]) -> PolicyBatch:
+def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str], *, overlong: str = "keep") -> PolicyBatch:
     """Arrays of the rollouts that have a score; the others leave loss and statistics (they are counted elsewhere).
 
+    Args:
+        overlong: "mask" takes the tokens of rollouts that were cut off out of the loss.
+
     Raises:
-        DataError: no rollout of the step could be scored.
+        DataError: no rollout of the step could be scored, or none is left.
     """
     usable = [item for item in scored if item.verdict.score is not None]
     if not usable:
@@ -28,13 +32,21 @@ def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str]) -> 
         )
     rows = [_row(item.rollout) for item in usable]
     tokens = pad_rows(rows)
+    mask_BL = tokens.target_mask_BL
+    if overlong == "mask":
+        mask_BL = overlong_mask(mask_BL, torch.tensor([item.rollout.truncated for item in usable]))
+    if not mask_BL.any():
+        raise DataError(
+            f"all {len(usable)} scored rollouts of the step were cut off, and overlong is 'mask'",
+            "raise sampling.max_new_tokens, or set overlong: keep",
+        )
     place = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     width = tokens.token_ids_BL.shape[1]
     return PolicyBatch(
         rows=rows,
         group_B=torch.tensor([place[item.rollout.prompt_id] for item in usable]),
         rewards_B=torch.tensor([item.verdict.score for item in usable], dtype=torch.float32),
-        mask_BL=tokens.target_mask_BL,
+        mask_BL=mask_BL,
         old_log_prob_BL=_spread([item.rollout for item in usable], "log_probs", width),
         entropy_BL=_spread([item.rollout for item in usable], "entropies", width),
         bracket_BL=_spread([item.rollout for item in usable], "brackets", width),

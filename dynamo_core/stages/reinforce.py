@@ -7,15 +7,14 @@ trainer keyed by prompt id, never in the data loader.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from dynamo_core.algorithms import advantages, modulation
 from dynamo_core.algorithms.allocation import allocate
-from dynamo_core.algorithms.prompt_stats import PromptStats
+from dynamo_core.algorithms.prompt_stats import PromptStats, official_rank
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.data.rows import read_prompts
 from dynamo_core.data.templates import encode_prompt
@@ -29,11 +28,12 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
 from dynamo_core.stages.reinforce_report import StepReport
 from dynamo_core.training import distributed
+from dynamo_core.training.credit import credit, modulated, prompt_weights
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.models import eos_ids, parameter_count, save_model
 from dynamo_core.training.policy import TokenScorer
-from dynamo_core.training.policy_update import PolicyBatch, aggregation_weights, update
+from dynamo_core.training.policy_update import update
 from dynamo_core.types import Sampling
 
 TABLE_INTERVAL = 5
@@ -94,16 +94,17 @@ def loop(
         started = time.perf_counter()
         chosen = sampler.next(stage.prompts_per_step)
         variance = stats.variance(chosen)
-        counts = allocated(stage, variance)
+        counts = allocated(stage, stats, chosen, variance)
         scored = collector.collect(chosen, counts, step=step, sampling=sampling)
         collected = time.perf_counter()
-        batch = policy_batch(scored, chosen)
-        credit_BL = credit(stage, batch)
+        batch = policy_batch(scored, chosen, overlong=stage.overlong)
+        credit_BL = credit(stage, batch, variance)
         advantages_BL = modulated(stage, batch, credit_BL)
-        updated = update(engine, batch, advantages_BL, stage, ranks)
+        updated = update(engine, batch, advantages_BL, stage, ranks, seed=(context.spec.seed, step))
         rollout_engine.weight_version = step
         observe(stats, scored)
-        report = StepReport(step, chosen, variance, counts, scored, batch, credit_BL, advantages_BL, updated)
+        weights = prompt_weights(stage, batch, stats.success_rate(chosen), variance)
+        report = StepReport(step, chosen, variance, counts, scored, batch, credit_BL, advantages_BL, updated, weights)
         context.metrics.write(
             step, {**report.values(), **stats.metrics()}, report.timings(started, collected, time.perf_counter())
         )
@@ -113,42 +114,14 @@ def loop(
             context.tables.flush(step)
 
 
-def allocated(stage: ReinforceStage, variance: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def allocated(
+    stage: ReinforceStage, stats: PromptStats, prompt_ids: Sequence[str], variance: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
     """Rollouts of each prompt, [N]: they sum to the step's budget and lie within its bounds."""
-    rule = stage.allocation
-    return allocate(variance, stage.budget, stage.n_low, stage.n_high, rule=rule.rule, objective=rule.objective)
-
-
-def credit(stage: ReinforceStage, batch: PolicyBatch) -> torch.Tensor:
-    """The estimator's advantage of each rollout on each of its tokens, [B, L]."""
-    advantages_B = cast(torch.Tensor, advantages.ESTIMATORS[stage.estimator](batch.rewards_B, batch.group_B))
-    return torch.where(batch.mask_BL, advantages_B.unsqueeze(-1).to(batch.old_log_prob_BL.dtype), 0.0)
-
-
-def modulated(stage: ReinforceStage, batch: PolicyBatch, advantages_BL: torch.Tensor) -> torch.Tensor:
-    """Advantages times the token factors, [B, L].
-
-    Entropy and its change are those of the sampling policy (ratio 1, nothing clipped), over all of the step's
-    rollouts: one scope, whatever the mini-batches, micro-batches and ranks.
-    """
-    config = stage.modulation
-    bracket_BL = batch.bracket_BL
-    if config.expectation == "sequence":
-        old = batch.old_log_prob_BL
-        bracket_BL = modulation.sequence_bracket(old.exp() * (old + batch.entropy_BL), batch.mask_BL)
-    weight = None
-    if stage.aggregation != "token-mean":
-        # Times the number of tokens: about 1 on average, as stabilisation's small constant expects.
-        weight = aggregation_weights(batch, stage, np.arange(len(batch.rows))) * int(batch.mask_BL.sum())
-    change_BL = modulation.entropy_change_from_bracket(
-        bracket_BL, batch.old_log_prob_BL, batch.old_log_prob_BL, advantages_BL, batch.mask_BL,
-        eps_low=stage.loss.eps_low, eps_high=stage.loss.eps_high, weight=weight,
-    )  # fmt: skip
-    constants = modulation.Modulation(
-        alpha=config.alpha, lambda_min=config.lambda_min, gamma=config.gamma, tau=config.tau,
-        normaliser=config.normaliser, compensation=config.compensation, stabilisation=config.stabilisation,
-    )  # fmt: skip
-    return modulation.modulate(advantages_BL, batch.entropy_BL, change_BL, batch.mask_BL, config=constants)
+    rule, objective = stage.allocation.rule, stage.allocation.objective
+    if rule == "official":
+        rule, variance = "waterfall_variance", np.maximum(official_rank(*stats.lifetime_counts(prompt_ids)), 0)
+    return allocate(variance, stage.budget, stage.n_low, stage.n_high, rule=rule, objective=objective)
 
 
 def observe(stats: PromptStats, scored: list[ScoredRollout]) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dynamo_core.algorithms import modulation
+from dynamo_core.algorithms import effective_weights, modulation
 from dynamo_core.rollout.collector import ScoredRollout
+from dynamo_core.training.credit import PromptWeights
 from dynamo_core.training.policy_update import PolicyBatch, UpdateReport
 
 SAMPLES_A_STEP = 4
@@ -30,6 +31,7 @@ class StepReport:
     credit_BL: torch.Tensor
     advantages_BL: torch.Tensor
     updated: UpdateReport
+    weights: PromptWeights
 
     def values(self) -> dict[str, float]:
         """Metrics that two runs of one recipe share."""
@@ -37,6 +39,7 @@ class StepReport:
             **self._rewards(),
             **self._allocation(),
             **self._rollouts(),
+            **self._effective_weights(),
             **{
                 f"modulation/{name}": value
                 for name, value in modulation.modulation_metrics(
@@ -92,6 +95,17 @@ class StepReport:
             "rollout/truncated_share": float(np.mean([rollout.truncated for rollout in rollouts])),
             "rollout/near_edge_draws": float(sum(rollout.near_edge_draws for rollout in rollouts)),
             "policy/entropy": float(self.batch.entropy_BL[mask_BL].mean()),
+        }
+
+    def _effective_weights(self) -> dict[str, float]:
+        """By band of success rate; the weights of two methods compare within a run, not between (a scale is free)."""
+        weights = self.weights
+        by_band = effective_weights.by_band(weights.success_rate_P, weights.weight_P)
+        return {
+            **{f"effective_weight/p_{band}": value for band, value in by_band.items()},
+            "effective_weight/kappa_mean": float(weights.kappa_P.mean()),
+            "effective_weight/kappa_min": float(weights.kappa_P.min()),
+            "effective_weight/kappa_max": float(weights.kappa_P.max()),
         }
 
     def _correct_by_prompt(self) -> Mapping[str, list[bool]]:

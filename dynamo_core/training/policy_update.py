@@ -8,7 +8,7 @@ Letters: B rollouts, L tokens of the longest sequence (prompt and response), col
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.objective import TokenTerms, clip_metrics, needs_every_row, objective, token_terms
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,35 @@ def mini_batches(batch: PolicyBatch, stage: ReinforceStage) -> Iterator[npt.NDAr
 
 
 def update(
-    engine: TrainingEngine, batch: PolicyBatch, advantages_BL: torch.Tensor, stage: ReinforceStage, ranks: Ranks
+    engine: TrainingEngine,
+    batch: PolicyBatch,
+    advantages_BL: torch.Tensor,
+    stage: ReinforceStage,
+    ranks: Ranks,
+    *,
+    seed: Sequence[int],
 ) -> UpdateReport:
     """`stage.updates_per_step` optimizer steps on `batch`.
+
+    Args:
+        seed: numbers that name this step; for what is drawn at random (the tokens that Clip-Cov drops).
 
     Raises:
         NumericalFailure: a non-finite loss or gradient.
     """
     totals: dict[str, float] = {}
     cells = real = 0
-    for rows in mini_batches(batch, stage):
-        if not rows.size:  # none of its rollouts could be scored, which all ranks see alike
+    seeds = np.random.SeedSequence(list(seed)).generate_state(stage.updates_per_step).tolist()
+    for part, rows in enumerate(mini_batches(batch, stage)):
+        if not batch.mask_BL[rows].any():  # none of its rollouts could be scored or kept, which all ranks see alike
             continue
-        weights_BL = torch.zeros_like(advantages_BL)
-        weights_BL[rows] = aggregation_weights(batch, stage, rows).to(weights_BL.dtype)
-        # A row without advantage has no gradient. Denominators above still count it.
-        active = rows[(advantages_BL[rows] != 0).any(-1).numpy()]
-        arrays = _Arrays(batch, advantages_BL, weights_BL, tokens=int(batch.mask_BL[active].sum()))
+        terms = _terms(batch, stage, rows, advantages_BL, seeds[part])
+        has_weight_BL = terms.weights_BL[rows] != 0
+        if not needs_every_row(stage.loss, stage.entropy_method):
+            # A row without advantage has no gradient. Denominators above still count it.
+            has_weight_BL &= advantages_BL[rows] != 0
+        active = rows[has_weight_BL.any(-1).numpy()]
+        arrays = _Arrays(batch, terms, tokens=int(batch.mask_BL[active].sum()))
         sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS), 0.0)
         lengths = batch.lengths[active].tolist()
         for chosen in micro_batches(lengths, stage.micro_batch_size, ranks.rank, ranks.world_size):
@@ -100,13 +113,23 @@ def update(
 _CLIP_METRICS = tuple(f"policy/{name}" for name in ("clipfrac", "dual_clipfrac", "ppo_kl", "approx_kl", "ratio"))
 
 
+def _terms(
+    batch: PolicyBatch, stage: ReinforceStage, rows: npt.NDArray[np.int64], advantages_BL: torch.Tensor, seed: int
+) -> TokenTerms:
+    """Of the mini-batch `rows`, spread over the step's rows; weights are 0 elsewhere."""
+    weights_BL = torch.zeros_like(advantages_BL)
+    weights_BL[rows] = aggregation_weights(batch, stage, rows).to(weights_BL.dtype)
+    return token_terms(
+        stage.entropy_method, advantages_BL, batch.old_log_prob_BL, batch.entropy_BL, weights_BL, seed=seed
+    )
+
+
 @dataclass(frozen=True)
 class _Arrays:
     """What a mini-batch's micro-batches pick rows from."""
 
     batch: PolicyBatch
-    advantages_BL: torch.Tensor
-    weights_BL: torch.Tensor
+    terms: TokenTerms
     tokens: int
     """Tokens of all active rows, over all ranks: the denominator of the clip metrics."""
 
@@ -126,20 +149,17 @@ def _micro_step(
     tokens = pad_rows([arrays.batch.rows[row] for row in rows])
     width, device = tokens.token_ids_BL.shape[1], engine.device
 
-    def part(values_BL: torch.Tensor) -> torch.Tensor:
-        return values_BL[rows, :width].to(device)
-
-    weights_BL = part(arrays.weights_BL) * float(picked.size > 0)
+    terms = arrays.terms.rows(torch.from_numpy(rows), width, device)
+    if not picked.size:
+        terms = replace(terms, weights_BL=torch.zeros_like(terms.weights_BL))
     inputs = tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device)
     scores = engine.forward(*inputs, stage.sampling.temperature)
-    old_BL, advantages_BL = part(arrays.batch.old_log_prob_BL), part(arrays.advantages_BL)
-    clip = stage.loss.model_dump()
-    loss = losses.policy_loss(scores.log_prob_BL, old_BL, advantages_BL, weights_BL, **clip)
+    loss = objective(stage.loss, stage.entropy_method, scores.log_prob_BL, scores.entropy_BL, terms)
     engine.accumulate(loss)
     if not picked.size:
         return 0
-    token_mean_BL = part(arrays.batch.mask_BL) / arrays.tokens
-    metrics = losses.clip_metrics(scores.log_prob_BL.detach(), old_BL, advantages_BL, token_mean_BL, **clip)
+    token_mean_BL = (arrays.batch.mask_BL[rows, :width] / arrays.tokens).to(device)
+    metrics = clip_metrics(stage.loss, scores.log_prob_BL.detach(), terms, token_mean_BL)
     sums["policy/loss"] += float(loss.detach())
     for name in _CLIP_METRICS:
         sums[name] += float(metrics[name.removeprefix("policy/")])

@@ -41,7 +41,7 @@ def test_a_shipped_recipe_is_planned_without_torch(path: Path, tmp_path: Path) -
         assert name in done.stdout
 
 
-@pytest.mark.parametrize("size", ["1.5b", "7b"])
+@pytest.mark.parametrize("size", ["1.5b", "1.5b-faithful", "7b", "7b-faithful"])
 def test_the_large_recipes_have_the_papers_sizes(size: str) -> None:
     stage = load_recipe(ROOT / "configs" / f"qwen2.5-math-{size}.yaml").stages["reinforced"]
     assert isinstance(stage, ReinforceStage)

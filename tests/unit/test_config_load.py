@@ -109,6 +109,10 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         ("stages.reinforced.allocation.low=5", "low (5) must not exceed high (4)"),
         ("stages.reinforced.allocation.lo=.5", "stages.reinforced.allocation.lo: unknown key; did you mean 'low'?"),
         ("stages.reinforced.rollouts_per_prompt=1", "the budget 8 is outside 8x2..8x4"),
+        ("stages.reinforced.loss.type=gspo", "dual_clip (10) belongs to type 'ppo': set it to null for 'gspo'"),
+        ("stages.reinforced.entropy_method.type=clip", "did you mean 'clip_cov'?"),
+        ("stages.reinforced.entropy_method={type: clip_cov, low: 6}", "low (6) must not exceed high (5)"),
+        ("stages.reinforced.entropy_method={type: fork_tokens, share: 0}", "is 0, must be > 0 and <= 1"),
         ("stages.reinforced.modulation.normaliser=2", "is 2, allowed: max or must be > 0 and < 1"),
         ("stages.evaluation.models_from=[nobody]", "'nobody' is not one of the earlier stages"),
         ("lr=4", "'lr' belongs under stages.*.optimizer"),
@@ -125,6 +129,38 @@ def test_refused_overrides_say_what_and_where(override: str, expected: str) -> N
         load_recipe(SMOKE, [override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["preset=faithful", "rollouts_per_prompt=2"], "within the bounds 4..3"),
+        (["preset=gspo", "entropy_method.type=fork_tokens"], "'gspo' needs whole rows"),
+        (["preset=gspo", "entropy_method.type=clip_cov"], "'gspo' needs whole rows"),
+    ],
+)
+def test_switches_that_do_not_go_together_are_refused(overrides: list[str], expected: str) -> None:
+    with pytest.raises(RecipeError, match=expected):
+        load_recipe(SMOKE, [f"stages.reinforced.{override}" for override in overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_low"),
+    [
+        (["preset=exact"], 2),
+        (["preset=exact", "allocation.low=.1"], 2),  # siblings to compare
+        (["preset=exact", "allocation.low=.1", "estimator=reinforce_pp", "allocation.objective=neyman"], 1),
+        (["preset=exact", "allocation.low=.1", "estimator=reinforce_pp"], 2),  # 1/(n-1) has no n = 1
+        (["preset=exact", "allocation.objective=drgrpo"], 3),  # convex from 3 on
+        (["preset=faithful"], 4),
+        (["preset=faithful", "allocation.low=.1"], 4),  # the rank ignores fewer
+        (["preset=grpo"], 8),
+    ],
+)
+def test_the_fewest_rollouts_follow_estimator_rule_and_objective(overrides: list[str], n_low: int) -> None:
+    stage = load_recipe(SMOKE, [f"stages.reinforced.{override}" for override in overrides]).stages["reinforced"]
+    assert isinstance(stage, ReinforceStage)
+    assert stage.n_low == n_low
 
 
 def test_overrides_reach_into_a_preset() -> None:

@@ -1,0 +1,144 @@
+"""Every method of the recipe in the whole loop, on the scripted rollouts of the golden trajectory."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from dynamo_core.algorithms.advantages import GROUP_ESTIMATORS
+from dynamo_core.config.method import LEAST_GROUP
+from dynamo_core.config.presets import PRESETS
+from tests.golden import trajectory
+
+UNIFORM = {"allocation__low": 1.0, "allocation__high": 1.0}
+UNMODULATED = {"modulation__compensation": "false", "modulation__stabilisation": "false"}
+GSPO = "{type: gspo, eps_low: 3e-4, eps_high: 4e-4, dual_clip: null}"
+CISPO = "{type: cispo, eps_low: 1.0, eps_high: 0.28, dual_clip: null}"
+METHODS = {
+    "clip_cov": "{type: clip_cov, share: 0.2, low: -1.0, high: 5.0}",
+    "kl_cov": "{type: kl_cov, share: 0.2, coefficient: 1.0}",
+    "entropy_advantage": "{type: entropy_advantage}",
+    "fork_tokens": "{type: fork_tokens, share: 0.4}",
+}
+
+
+run = cache(trajectory.run)
+"""Runs are exact repeats: one with the same changes need not be done twice."""
+
+
+def same(first, second) -> bool:
+    """Bit for bit: all values of all steps, and all parameters."""
+    return first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_exact_without_its_parts_is_rloo_bit_for_bit():
+    steps = {"steps": 10}
+    exact = run(preset="exact", **UNIFORM, **UNMODULATED, **steps)
+    rloo = run(
+        preset="rloo",
+        aggregation="prompt-mean-token-sum-norm",
+        loss__eps_high=0.28,
+        loss__dual_clip=10.0,
+        **UNMODULATED,
+        **steps,
+    )
+    assert len(exact[0]) == 10
+    assert all(step["policy/grad_norm"] > 0 for step in exact[0])
+    assert same(exact, rloo)
+    assert not same(exact, run(preset="exact", **UNMODULATED, **steps))
+
+
+def test_alpha_zero_is_the_identity():
+    off = run(**UNMODULATED)
+    zero = {"modulation__compensation": "true", "modulation__stabilisation": "false"}
+    assert same(run(modulation__alpha=0.0, **zero), off)
+    assert not same(run(modulation__alpha=0.4, **zero), off)
+
+
+def test_lambda_min_one_is_the_identity():
+    stabilised = {"modulation__compensation": "false", "modulation__stabilisation": "true"}
+    assert same(run(modulation__lambda_min=1.0, **stabilised), run(**UNMODULATED))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_keeps_its_budget_and_learns_something(preset):
+    steps, parameters = run(preset=preset)
+    start = trajectory.tiny_model(trajectory.tiny_tokenizer(), seed=1, dtype=torch.float64).state_dict()
+    assert all(step["allocation/budget"] == 36 for step in steps)
+    assert all(step["policy/grad_norm"] > 0 for step in steps)
+    assert any(not torch.equal(parameters[name], start[name]) for name in parameters)
+    spread = max(step["allocation/std"] for step in steps)
+    assert (spread > 0) == (preset in ("faithful", "exact"))
+
+
+@pytest.mark.parametrize("estimator", LEAST_GROUP)
+def test_every_estimator_gives_its_own_trajectory(estimator):
+    found = run(estimator=estimator)
+    assert same(found, run()) == (estimator == "rloo")
+
+
+def test_estimators_that_compare_siblings_get_at_least_two():
+    assert {name for name, least in LEAST_GROUP.items() if least == 2} == GROUP_ESTIMATORS
+
+
+@pytest.mark.parametrize("changes", [{"loss": GSPO}, {"loss": CISPO}], ids=["gspo", "cispo"])
+def test_every_loss_gives_its_own_trajectory(changes):
+    found = run(**changes)
+    assert not same(found, run(loss__dual_clip="null"))
+    assert all(step["policy/dual_clipfrac"] == 0 for step in found[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_entropy_method_gives_its_own_trajectory(method):
+    plain = run(**UNMODULATED)
+    assert not same(run(entropy_method=METHODS[method], **UNMODULATED), plain)
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    ["{type: fork_tokens, share: 1.0}", "{type: clip_cov, low: 1e6, high: 1e7}"],
+    ids=["all tokens are forks", "nothing in the band"],
+)
+def test_an_entropy_method_without_effect_changes_nothing(neutral):
+    assert same(run(entropy_method=neutral), run())
+
+
+@pytest.mark.parametrize("changes", [{"loss": GSPO}, *({"entropy_method": text} for text in METHODS.values())], ids=str)
+def test_micro_batches_change_nothing_but_rounding(changes):
+    _, split = run(micro_batch_size=1, **changes)
+    _, whole = run(micro_batch_size=64, **changes)
+    for name, tensor in whole.items():
+        assert split[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-6, abs=1e-8), name
+
+
+def test_rollouts_that_were_cut_off_leave_the_loss_but_not_the_statistics():
+    cut = {"sampling__max_new_tokens": 7}
+    kept, masked = run(**cut), run(overlong="mask", **cut)
+    assert 0 < kept[0][0]["rollout/truncated_share"] < 1
+    assert not same(kept, masked)
+    assert masked[0][0]["reward/mean"] == kept[0][0]["reward/mean"]
+    assert masked[0][0]["rollouts_seen"] == kept[0][0]["rollouts_seen"] == 36
+
+
+def test_the_official_rule_follows_lifetime_counts():
+    """Ranks need four visits of a prompt; then mastered prompts fall to the floor, and counts are never discounted."""
+    steps, _ = run(allocation__rule="official", allocation__low=0.5, statistics__discount=0.0)
+    assert steps[0]["allocation/std"] == 0  # nothing is known yet: everyone the same
+    assert steps[-1]["allocation/std"] > 0
+    assert min(step["allocation/min"] for step in steps) == 4
+    lifetime, _ = run(allocation__rule="official", allocation__low=0.5, statistics__discount=1.0)
+    assert [step["allocation/std"] for step in steps] == [step["allocation/std"] for step in lifetime]
+
+
+def test_effective_weights_say_what_the_weighting_does():
+    unbiased, _ = run()
+    assert all(step["effective_weight/kappa_mean"] == pytest.approx(1) for step in unbiased)
+    bands = {name for step in unbiased for name in step if name.startswith("effective_weight/p_")}
+    assert len(bands) > 1
+    assert all(step[name] == pytest.approx(1) for step in unbiased for name in bands & step.keys())
+    curriculum, _ = run(aggregation="token-mean")
+    assert any(abs(step[name] - 1) > 0.1 for step in curriculum for name in bands & step.keys())
+    divided, _ = run(estimator="grpo")
+    assert all(step["effective_weight/kappa_mean"] > 1.2 for step in divided)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from dynamo_core.config.base import Engine, Optimizer, Resources
@@ -16,8 +17,8 @@ from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.collector import ScoredRollout
 from dynamo_core.rollout.engine import ScriptedEngine
-from dynamo_core.stages.reinforce import credit, modulated
 from dynamo_core.training import distributed
+from dynamo_core.training.credit import credit, modulated
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.policy import TokenScorer
@@ -83,7 +84,8 @@ def one_update(ranks: Ranks, zero_stage: int) -> dict[str, Any]:
         optimizer_class=lambda parameters: GradientKeeper(parameters, lr=0.05),
     )
     batch = policy_batch(scored(), [str(index) for index in range(len(COUNTS))])
-    report = update(engine, batch, modulated(stage, batch, credit(stage, batch)), stage, ranks)
+    advantages_BL = modulated(stage, batch, credit(stage, batch, np.full(len(COUNTS), 0.2)))
+    report = update(engine, batch, advantages_BL, stage, ranks, seed=(0, 1))
     names = [name for name, _ in model.named_parameters()]
     return {
         "gradients": {} if zero_stage else dict(zip(names, GradientKeeper.kept[-1], strict=True)),

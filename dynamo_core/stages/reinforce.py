@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
 from dynamo_core.stages.reinforce_report import StepReport
 from dynamo_core.training import distributed
+from dynamo_core.training.checkpoint import Checkpointer
 from dynamo_core.training.credit import credit, modulated, prompt_weights
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
@@ -61,17 +63,20 @@ def run(context: StageContext) -> dict[str, float]:
         engine = TrainingEngine(
             TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
         )
-        loop(
-            context,
-            stage,
-            ranks,
-            collector=collector,
-            rollout_engine=rollout_engine,
-            engine=engine,
-            prompt_ids=sorted(tasks),
-        )
-        if ranks.first:
-            save_model(model, tokenizer, context.folder / "model")
+        checkpoints = context.checkpointer(stage.checkpoints, ranks, {"actor": engine}, steps=stage.steps)
+        with checkpoints:
+            loop(
+                context,
+                stage,
+                ranks,
+                collector=collector,
+                rollout_engine=rollout_engine,
+                engine=engine,
+                checkpoints=checkpoints,
+                prompt_ids=sorted(tasks),
+            )
+            if ranks.first:
+                save_model(model, tokenizer, context.folder / "model")
         ranks.barrier()
         return {**context.metrics.last, "parameters": float(parameter_count(model))}
 
@@ -84,13 +89,19 @@ def loop(
     collector: Collector,
     rollout_engine: RolloutEngine,
     engine: TrainingEngine,
+    checkpoints: Checkpointer,
     prompt_ids: list[str],
 ) -> None:
     """The method."""
     sampler = PromptSampler(prompt_ids, context.spec.seed)
     stats = PromptStats(stage.statistics.prior, stage.statistics.discount)
     sampling = Sampling(stage.sampling.temperature, stage.sampling.max_new_tokens, context.spec.seed)
-    for step in range(1, stage.steps + 1):
+    done, state = context.resume(checkpoints)
+    if state:
+        sampler.load_state_dict(state["sampler"])
+        stats.load_state_dict(state["stats"])
+        rollout_engine.weight_version = done
+    for step in range(done + 1, stage.steps + 1):
         started = time.perf_counter()
         chosen = sampler.next(stage.prompts_per_step)
         variance = stats.variance(chosen)
@@ -112,6 +123,12 @@ def loop(
         context.tables.append("samples", report.sample_rows())
         if step % TABLE_INTERVAL == 0 or step == stage.steps:
             context.tables.flush(step)
+        checkpoints.after_step(step, partial(_state, context, step, sampler, stats))
+
+
+def _state(context: StageContext, step: int, sampler: PromptSampler, stats: PromptStats) -> dict[str, Any]:
+    """What the loop remembers between steps, besides the engine."""
+    return context.state(step, sampler=sampler.state_dict(), stats=stats.state_dict())
 
 
 def allocated(

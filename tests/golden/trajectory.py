@@ -22,6 +22,7 @@ import torch
 from dynamo_core.config.base import Resources
 from dynamo_core.config.reinforce import MathAnswerReward, ReinforceStage
 from dynamo_core.config.spec import StageSpec
+from dynamo_core.config.stage_base import Checkpoints
 from dynamo_core.data.batching import TokenRow, pad_rows
 from dynamo_core.data.templates import encode_prompt
 from dynamo_core.metrics import MetricsWriter
@@ -138,6 +139,7 @@ def run(**changes) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
             collector=collector,
             rollout_engine=rollouts,
             engine=engine,
+            checkpoints=context.checkpointer(Checkpoints(every=1000, minutes=1e6), ranks, {}, steps=config.steps),
             prompt_ids=sorted(tasks),
         )
     return recorder.steps, {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ def _load_deepspeed(device: torch.device) -> Any:
         # Else DeepSpeed compiles a shared-memory collective for a minute at first use; gloo gives the same numbers.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+_TAG = "engine"
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,15 @@ class TrainingEngine:
         norm = self._update(step)
         self._steps = step
         return StepReport(grad_norm=norm, lr=lr)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of weights and optimizer."""
+        self._engine.save_checkpoint(str(folder), tag=_TAG, client_state={"steps": self._steps}, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote with the same number of ranks."""
+        _, client = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        self._steps = client["steps"]
 
     def _update(self, step: int) -> float:
         if self._zero:

@@ -7,7 +7,8 @@ gradient ascent where success rates are bimodal. Allocations see three earlier v
 points of the ascent, and nothing of this step's rewards. A replicate is one step's gradient, 16 rollouts a prompt on
 average; all lines share the replicate's random numbers. Against the exact grad J, J = mean p:
     variance       trace of the covariance, as a ratio to uniform RLOO; 95 % bootstrap interval over replicates
-    predicted      the same ratio by the allocation's objective, sum W^2 p(1-p)/(n-1), from the true p
+    predicted      the same ratio by the allocation's objective, sum W^2 p(1-p)/(n-1), from the true p; it takes
+                   the score's norm to be the same for every prompt, which it is not
     noise/signal   trace of the covariance / |E g|^2
     bias           sqrt(|mean g - grad J|^2 - trace / replicates) / |grad J|, 0 where that is negative; `noise` is what
                    an estimator without bias stays below 999 times in 1000 (bootstrap)
@@ -73,7 +74,7 @@ def measure(snapshot: Snapshot, lines: list[Line], gradient_CRD: Floats, resampl
     share_SR = random(2).multinomial(replicates, np.full(replicates, 1 / replicates), size=resamples) / replicates
     c_N = p_N * (1 - p_N)
     base, base_S, base_objective = 0.0, np.empty(0), objective_value(c_N, lines[0].n_N, "rloo")
-    result = []
+    result: list[Measured] = []
     for line, gradient_RD in zip(lines, gradient_CRD, strict=True):
         mean_D = gradient_RD.mean(0)
         centred_RD = gradient_RD - mean_D
@@ -159,11 +160,12 @@ def summary(rows: list[Measured], missed: list[str]) -> str:
         return f"{allocation} {bounds[0]}..{bounds[1]} {interval(row.variance)}"
 
     ours = [row for row in rows if row.line.estimator == "rloo" and row.line.allocation != "uniform"]
-    unbiased = max(row.bias for row in ours if row.line.weighting == "prompt-mean")
+    unbiased = max((row.bias, row.noise) for row in ours if row.line.weighting == "prompt-mean")
     biased = [row.bias for row in ours if row.line.weighting == "rollout-mean"]
     plans = ", ".join(variance(*key) for key in (("official", NARROW), ("optimal", NARROW), ("optimal", WIDE)))
     return (
-        f"gradient variance against uniform RLOO, prompt-mean: {plans}; bias: prompt-mean at most {unbiased:.3f}, "
+        f"gradient variance against uniform RLOO, prompt-mean: {plans}; "
+        f"bias: prompt-mean at most {unbiased[0]:.3f} (noise {unbiased[1]:.3f}), "
         f"rollout-mean under allocation {min(biased):.2f} to {max(biased):.2f}; "
         f"{'all targets met' if not missed else f'{len(missed)} targets missed'}"
     )

@@ -66,7 +66,7 @@ def policy(mdp: TokenMDP, theta_TKV: Floats) -> Floats:
     prompt_NTV = np.einsum("nf,tfv->ntv", mdp.features_NF, theta_TKV[:, :features])
     logit_NTUV = prompt_NTV[:, :, None, :] + theta_TKV[None, :, features:]
     weight_NTUV = np.exp(logit_NTUV - logit_NTUV.max(-1, keepdims=True))
-    return weight_NTUV / weight_NTUV.sum(-1, keepdims=True)
+    return np.asarray(weight_NTUV / weight_NTUV.sum(-1, keepdims=True))
 
 
 def exact(mdp: TokenMDP, pi_NTUV: Floats) -> Exact:

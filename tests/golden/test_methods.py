@@ -90,6 +90,12 @@ def test_every_loss_gives_its_own_trajectory(changes):
     assert all(step["policy/dual_clipfrac"] == 0 for step in found[0])
 
 
+def test_the_entropy_bonus_keeps_entropy_higher():
+    plain, _ = run(**UNMODULATED, optimizer__lr=2e-3)
+    helped, _ = run(**UNMODULATED, optimizer__lr=2e-3, loss__entropy_coefficient=1.0)
+    assert helped[-1]["policy/entropy"] > plain[-1]["policy/entropy"] + 1e-3
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_entropy_method_gives_its_own_trajectory(method):
     plain = run(**UNMODULATED)
@@ -105,7 +111,11 @@ def test_an_entropy_method_without_effect_changes_nothing(neutral):
     assert same(run(entropy_method=neutral), run())
 
 
-@pytest.mark.parametrize("changes", [{"loss": GSPO}, *({"entropy_method": text} for text in METHODS.values())], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss": GSPO}, {"loss__entropy_coefficient": 0.1}, *({"entropy_method": text} for text in METHODS.values())],
+    ids=str,
+)
 def test_micro_batches_change_nothing_but_rounding(changes):
     _, split = run(micro_batch_size=1, **changes)
     _, whole = run(micro_batch_size=64, **changes)

@@ -62,6 +62,26 @@ def test_an_interrupted_stage_goes_on_as_if_nothing_had_happened(
     assert read_metrics(folder)[-1]["attempt"] > 1 or step == 3
 
 
+WITH_CRITIC = [
+    "stages.reinforced.preset=exact_ppo",
+    "stages.reinforced.critic={optimizer: {lr: 1e-3}, warmup_steps: 1}",
+    "stages.reinforced.kl={place: reward, kind: k1, coefficient: 0.1, target: 1e-3, horizon: 50}",
+]
+
+
+def test_critic_and_kl_coefficient_are_part_of_the_state(inputs, tmp_path, monkeypatch, kept):
+    recipe = harness.recipe(*WITH_CRITIC)
+    whole = harness.prepare(recipe, "reinforced", inputs, tmp_path / "whole")
+    stages.run(whole)
+    folder = harness.prepare(recipe, "reinforced", inputs, tmp_path / "killed")
+    interrupt(folder, 4, monkeypatch)
+    stages.run(folder)
+    harness.assert_equal(harness.outcome(folder), harness.outcome(whole))
+    newest = max((folder / "checkpoints").iterdir())
+    assert {"actor", "critic"} <= {path.name for path in newest.iterdir()}
+    assert (folder / "critic" / "value_head.safetensors").exists()
+
+
 def test_two_ranks_resume_their_shards(inputs, tmp_path, undisturbed):
     sharded = harness.recipe("stages.reinforced.engine.zero_stage=2")
     whole = harness.prepare(sharded, "reinforced", inputs, tmp_path / "whole")

@@ -21,6 +21,7 @@ from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.objective import Objective
 from dynamo_core.training.policy import TokenScorer
 from dynamo_core.training.policy_update import update
 from dynamo_core.types import RolloutRequest, Sampling, Verdict
@@ -84,8 +85,8 @@ def one_update(ranks: Ranks, zero_stage: int) -> dict[str, Any]:
         optimizer_class=lambda parameters: GradientKeeper(parameters, lr=0.05),
     )
     batch = policy_batch(scored(), [str(index) for index in range(len(COUNTS))])
-    advantages_BL = modulated(stage, batch, credit(stage, batch, np.full(len(COUNTS), 0.2)))
-    report = update(engine, batch, advantages_BL, stage, ranks, seed=(0, 1))
+    advantages_BL = modulated(stage, batch, credit(stage, batch, np.full(len(COUNTS), 0.2)).advantages_BL)
+    report = update(engine, batch, advantages_BL, stage, ranks, objective=Objective(stage.loss), seed=(0, 1))
     names = [name for name, _ in model.named_parameters()]
     return {
         "gradients": {} if zero_stage else dict(zip(names, GradientKeeper.kept[-1], strict=True)),

@@ -52,5 +52,7 @@ class TrainingStage(BaseStage):
                 f" {self.optimizer_steps} optimizer steps"
             )
         if self.engine.precision == "bfloat16" and self.engine.zero_stage == 0:
-            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 or 2, which keep float32 masters")
+            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 to 3, which keep float32 masters")
+        if self.engine.offload != "none" and self.engine.zero_stage == 0:
+            raise ValueError("engine.offload needs engine.zero_stage 1 to 3: stage 0 has no sharded states to move")
         return self

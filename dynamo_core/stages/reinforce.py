@@ -54,11 +54,13 @@ def run(context: StageContext) -> dict[str, float]:
         with parts.checkpoints:
             loop(context, stage, parts)
             if ranks.first:
-                save_model(model, tokenizer, context.folder / "model")
-                if parts.critic is not None:
-                    cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
+                save_model(parts.policy, tokenizer, context.folder / "model")
+            if parts.critic is not None:
+                with parts.critic.engine.gathered():
+                    if ranks.first:
+                        cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
         ranks.barrier()
-        return {**context.metrics.last, "parameters": float(parameter_count(model))}
+        return {**context.metrics.last, "parameters": float(parameter_count(parts.policy))}
 
 
 def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
@@ -70,7 +72,7 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
     done, state = context.resume(parts.checkpoints)
     for name in remembered if done else ():
         remembered[name].load_state_dict(state[name])
-    parts.rollout_engine.weight_version = done
+    parts.publish(done)
     for step in range(done + 1, stage.steps + 1):
         started = time.perf_counter()
         chosen = sampler.next(stage.prompts_per_step)
@@ -85,7 +87,7 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
         advantages_BL = modulated(stage, batch, given.advantages_BL)
         taught = teach(stage, parts, batch, values, given.returns_BL)
         updated = improve(stage, parts, batch, advantages_BL, reference_BL, place=(context.spec.seed, step))
-        parts.rollout_engine.weight_version = step
+        parts.publish(step)
         observe(stats, scored)
         if parts.reference is not None and reference_BL is not None:
             taught.update(parts.reference.observe(batch, reference_BL))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,10 +32,18 @@ class Parts:
     tasks: Mapping[str, PromptTask]
     collector: Collector
     rollout_engine: RolloutEngine
+    policy: PreTrainedModel
+    """The whole policy, as rollouts need it: the actor's own model, or a copy where that is sharded."""
     actor: TrainingEngine
     critic: ValueLearner | None
     reference: Reference | None
     checkpoints: Checkpointer
+
+    def publish(self, step: int) -> None:
+        """Rollouts come from the weights after `step` from here on."""
+        if self.policy is not cast(TokenScorer, self.actor.module).model:
+            self.actor.copy_into(self.policy)
+        self.rollout_engine.weight_version = step
 
     @property
     def remembered(self) -> dict[str, Stateful]:
@@ -70,12 +78,14 @@ def build(
     Args:
         rollout_engine: another one than that which samples from `model`.
     """
+    # Copies of the model are made before anything trains. Sharded weights cannot decode: ranks would have to gather
+    # them for every token, and as long as the slowest.
+    policy = copy.deepcopy(model) if stage.engine.zero_stage == 3 else model
     if rollout_engine is None:
         rollout_engine = TransformersEngine(
-            model, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
+            policy, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
         )
     collector = Collector(rollout_engine, tokenizer, make_reward(stage.reward), tasks, ranks)
-    # Copies of the model for reference and critic are made before anything trains.
     reference = None
     if stage.kl is not None:
         frozen = copy.deepcopy(model).eval().requires_grad_(False)
@@ -91,7 +101,7 @@ def build(
     )
     saved = {"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine}
     checkpoints = context.checkpointer(stage.checkpoints, ranks, saved, steps=stage.steps)
-    return Parts(ranks, tasks, collector, rollout_engine, actor, critic, reference, checkpoints)
+    return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints)
 
 
 def _critic(stage: ReinforceStage, ranks: Ranks, model: PreTrainedModel) -> ValueLearner | None:

@@ -65,6 +65,7 @@ def fit(
     encoded = encode_rows(tokenizer, demonstrations, stage.max_length)
     if stage.engine.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = parameter_count(model)
     engine = TrainingEngine(
         loss, ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
@@ -92,14 +93,15 @@ def fit(
             seed=context.spec.seed,
             start=start,
         )
-        if ranks.first:
-            save_model(model, tokenizer, context.folder / "model")
+        with engine.gathered():
+            if ranks.first:
+                save_model(model, tokenizer, context.folder / "model")
     ranks.barrier()
     return {
         **context.metrics.last,
         "rows": float(len(encoded.rows)),
         "rows_too_long": float(len(encoded.too_long)),
-        "parameters": float(parameter_count(model)),
+        "parameters": float(parameters),
     }
 
 

@@ -45,6 +45,10 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self._scorer = [TokenScorer(model)]  # in a list: its parameters are the model's own
 
+    def external_parameters(self) -> list[nn.Parameter]:
+        """Those of the scorer."""
+        return self._scorer[0].external_parameters()
+
     def forward(
         self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
 from dynamo_core.stages.reinforce_parts import Parts, Stateful, build
 from dynamo_core.stages.reinforce_report import StepReport
+from dynamo_core.stages.resume import resume, state
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated, prompt_weights
 from dynamo_core.training.critic import Critic, Values
@@ -69,9 +70,9 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
     stats = _statistics(stage)
     sampling = Sampling(stage.sampling.temperature, stage.sampling.max_new_tokens, context.spec.seed)
     remembered: dict[str, Stateful] = {"sampler": sampler, "stats": stats, **parts.remembered}
-    done, state = context.resume(parts.checkpoints)
+    done, before = resume(context, parts.checkpoints)
     for name in remembered if done else ():
-        remembered[name].load_state_dict(state[name])
+        remembered[name].load_state_dict(before[name])
     parts.publish(done)
     for step in range(done + 1, stage.steps + 1):
         started = time.perf_counter()
@@ -108,7 +109,7 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
 
 def _state(context: StageContext, step: int, remembered: Mapping[str, Stateful]) -> dict[str, Any]:
     """What the loop remembers between steps, besides models and optimizers."""
-    return context.state(step, **{name: part.state_dict() for name, part in remembered.items()})
+    return state(context, step, **{name: part.state_dict() for name, part in remembered.items()})
 
 
 def _statistics(stage: ReinforceStage) -> PromptStats:

@@ -15,6 +15,7 @@ from dynamo_core.rollout.collector import Collector, PromptTask
 from dynamo_core.rollout.engine import RolloutEngine
 from dynamo_core.rollout.transformers_engine import TransformersEngine
 from dynamo_core.stages.context import StageContext
+from dynamo_core.stages.resume import checkpointer
 from dynamo_core.training.checkpoint import Checkpointer
 from dynamo_core.training.critic import Critic, ValueLearner
 from dynamo_core.training.deepspeed.engine import TrainingEngine
@@ -100,7 +101,7 @@ def build(
         TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
     saved = {"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine}
-    checkpoints = context.checkpointer(stage.checkpoints, ranks, saved, steps=stage.steps)
+    checkpoints = checkpointer(context, stage.checkpoints, ranks, saved, steps=stage.steps)
     return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints)
 
 

@@ -14,6 +14,7 @@ from dynamo_core.data.rows import read_demonstrations
 from dynamo_core.data.templates import train_tokenizer
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
+from dynamo_core.stages.resume import checkpointer, resume, state
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.models import (
@@ -69,14 +70,14 @@ def fit(
     engine = TrainingEngine(
         loss, ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
-    checkpoints = context.checkpointer(stage.checkpoints, ranks, {"model": engine}, steps=stage.steps)
+    checkpoints = checkpointer(context, stage.checkpoints, ranks, {"model": engine}, steps=stage.steps)
 
     def report(step: int, values: Mapping[str, float], timings: Mapping[str, float]) -> None:
         context.metrics.write(step, values, timings)
-        checkpoints.after_step(step, lambda: context.state(step))
+        checkpoints.after_step(step, lambda: state(context, step))
 
     with checkpoints:
-        start, _ = context.resume(checkpoints)
+        start, _ = resume(context, checkpoints)
         context.tables.append(
             "left_out", [{"prompt_id": prompt_id, "reason": "too_long"} for prompt_id in encoded.too_long]
         )

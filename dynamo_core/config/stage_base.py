@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveFloat, PositiveInt, Resources
+from dynamo_core.config.models import Lora
 
 
 class Checkpoints(Frozen):
@@ -35,6 +36,8 @@ class TrainingStage(BaseStage):
     """sft, distill: optimizer steps. reinforce: rollout steps of `updates_per_step` optimizer steps."""
     micro_batch_size: PositiveInt
     """Rows a rank computes at once; changes memory and speed, not the result."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights."""
     optimizer: Optimizer
     engine: Engine = Engine()
     checkpoints: Checkpoints = Checkpoints()

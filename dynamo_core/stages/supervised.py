@@ -16,13 +16,8 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
-from dynamo_core.training.models import (
-    DTYPES,
-    build_scratch,
-    load_tokenizer,
-    parameter_count,
-    save_model,
-)
+from dynamo_core.training.lora import parameter_counts, publish
+from dynamo_core.training.models import DTYPES, build_scratch, load_tokenizer
 from dynamo_core.training.supervised import DistillationLoss, NextTokenLoss, encode_rows, train
 from dynamo_core.types import Demonstration
 
@@ -40,7 +35,7 @@ def start_model(
         tokenizer_from: folder of the tokenizer that a model from scratch uses; none: one is trained on the data.
     """
     if not isinstance(stage.model, ScratchModel):
-        return existing_model(context, stage.model, stage.engine, ranks)
+        return existing_model(context, stage.model, stage, ranks)
     tokenizer: PreTrainedTokenizerBase
     if tokenizer_from is None:
         texts = (message.content for row in demonstrations for message in row.messages)
@@ -93,13 +88,13 @@ def fit(
             start=start,
         )
         if ranks.first:
-            save_model(model, tokenizer, context.folder / "model")
+            publish(model, tokenizer, context.folder)
     ranks.barrier()
     return {
         **context.metrics.last,
         "rows": float(len(encoded.rows)),
         "rows_too_long": float(len(encoded.too_long)),
-        "parameters": float(parameter_count(model)),
+        **parameter_counts(model),
     }
 
 

@@ -61,5 +61,5 @@ class Lora(Frozen):
     @classmethod
     def _none(cls, dropout: float) -> float:
         if dropout:
-            raise ValueError("must be 0: dropout makes the ratio of the first update differ from 1")
+            raise ValueError(f"is {dropout:g}, must be 0: dropout makes the ratio of the first update differ from 1")
         return dropout

@@ -1,6 +1,7 @@
 """What each rank of the invariance tests runs: one policy update on stored rollouts at each ZeRO stage.
 
-python -m tests.invariants.ranks_worker FOLDER      (or under torchrun); rank 0 writes FOLDER/zero<stage>.pt
+python -m tests.invariants.ranks_worker FOLDER      (or under torchrun); rank 0 writes FOLDER/zero<stage>.pt, and
+FOLDER/lora<stage>.pt of a model with adapters
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from dynamo_core.config.base import Engine, Optimizer, Resources
+from dynamo_core.config.models import Lora
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.collector import ScoredRollout
@@ -21,6 +23,7 @@ from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.lora import add_adapters
 from dynamo_core.training.objective import Objective
 from dynamo_core.training.policy import TokenScorer
 from dynamo_core.training.policy_update import update
@@ -64,18 +67,21 @@ def scored() -> list[ScoredRollout]:
 def main(folder: Path) -> None:
     with distributed.start(Resources(), always_group=True) as ranks:
         for zero_stage in (0, 1, 2):
-            result = one_update(ranks, zero_stage)
-            if ranks.first:
-                torch.save(result, folder / f"zero{zero_stage}.pt")
+            for name, adapters in (("zero", False), ("lora", True)):
+                result = one_update(ranks, zero_stage, adapters=adapters)
+                if ranks.first:
+                    torch.save(result, folder / f"{name}{zero_stage}.pt")
 
 
-def one_update(ranks: Ranks, zero_stage: int) -> dict[str, Any]:
+def one_update(ranks: Ranks, zero_stage: int, *, adapters: bool = False) -> dict[str, Any]:
     """Gradients (stage 0 holds them whole), reported values and parameters after one SGD step."""
     stage = smoke_recipe(["stages.reinforced.micro_batch_size=3", "stages.reinforced.updates_per_step=1"]).stages[
         "reinforced"
     ]
     assert isinstance(stage, ReinforceStage)
     model = tiny_model(tiny_tokenizer(), seed=4)
+    if adapters:
+        add_adapters(model, Lora(rank=4, alpha=8.0), seed=4)
     engine = TrainingEngine(
         TokenScorer(model),
         ranks,
@@ -87,7 +93,7 @@ def one_update(ranks: Ranks, zero_stage: int) -> dict[str, Any]:
     batch = policy_batch(scored(), [str(index) for index in range(len(COUNTS))])
     advantages_BL = modulated(stage, batch, credit(stage, batch, np.full(len(COUNTS), 0.2)).advantages_BL)
     report = update(engine, batch, advantages_BL, stage, ranks, objective=Objective(stage.loss), seed=(0, 1))
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
         "gradients": {} if zero_stage else dict(zip(names, GradientKeeper.kept[-1], strict=True)),
         "values": report.values,

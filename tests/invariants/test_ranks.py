@@ -28,14 +28,23 @@ def launch(processes: int, module: str, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """[processes][ZeRO stage] -> gradients, values, parameters."""
+def folders(tmp_path_factory):
+    """processes -> what its ranks wrote."""
     found = {}
     for processes in (1, 2):
         folder = tmp_path_factory.mktemp("ranks")
         launch(processes, "tests.invariants.ranks_worker", str(folder))
-        found[processes] = [torch.load(folder / f"zero{stage}.pt", weights_only=True) for stage in (0, 1, 2)]
+        found[processes] = folder
     return found
+
+
+@pytest.fixture(scope="module", params=["zero", "lora"])
+def results(request, folders):
+    """[processes][ZeRO stage] -> gradients, values, parameters; of a whole model, and of one with adapters."""
+    return {
+        processes: [torch.load(folder / f"{request.param}{stage}.pt", weights_only=True) for stage in (0, 1, 2)]
+        for processes, folder in folders.items()
+    }
 
 
 def test_two_ranks_have_the_gradient_of_one(results):

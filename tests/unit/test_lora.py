@@ -140,11 +140,13 @@ def test_half_precision_is_merged_in_float32_and_rounded_once():
     assert torch.equal(cast(Any, whole).model.layers[0].self_attn.q_proj.weight, expected)
 
 
-@pytest.mark.parametrize("fault", ["alpha", "nan"])
+@pytest.mark.parametrize("fault", ["alpha", "nan", "dequantised"])
 def test_a_merge_that_changes_the_logits_is_refused(fault, monkeypatch):
     model = adapted()
     if fault == "nan":
         next(p for name, p in model.named_parameters() if ".lora_B." in name).data[0, 0] = float("nan")
+    elif fault == "dequantised":  # a fault of the copy itself, before it is merged
+        monkeypatch.setattr(lora, "_dequantise", lambda whole: whole.lm_head.weight.data.mul_(1.5))
     else:
         right = Linear.get_delta_weight
         monkeypatch.setattr(Linear, "get_delta_weight", lambda self, name: 0.5 * right(self, name))

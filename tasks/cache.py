@@ -31,7 +31,7 @@ from tasks.code import code_digest
 from tasks.store import Store
 
 KEY_SCHEMA: Final = 1
-VERSIONED: Final = ("torch", "transformers", "tokenizers", "deepspeed", "numpy", "pyarrow")
+VERSIONED: Final = ("torch", "transformers", "tokenizers", "peft", "bitsandbytes", "deepspeed", "numpy", "pyarrow")
 _REFERENCES: Final = ("model_from", "data_from", "teacher_from")
 _POLL_SECONDS: Final = 0.2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo_core.config.models import ScratchModel
+from dynamo_core.config.models import Lora, ScratchModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stage_base import TrainingStage
 from dynamo_core.config.stages import DistillStage, DpoStage
@@ -22,6 +22,20 @@ def parameter_count(model: ScratchModel) -> int:
     return model.vocab_size * model.width + model.layers * layer + model.width
 
 
+def adapter_count(model: ScratchModel, lora: Lora) -> int:
+    """Parameters of its adapters: rank x (inputs + outputs) of each layer that has one."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    sides = {
+        "q_proj": model.width + queries,
+        "k_proj": model.width + keys,
+        "v_proj": model.width + keys,
+        "o_proj": model.width + queries,
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), model.width + model.ffn_width),
+    }
+    names = sides if lora.target_modules == "all-linear" else sides.keys() & set(lora.target_modules)
+    return model.layers * lora.rank * sum(sides[name] for name in names)
+
+
 def model_of(recipe: Recipe, name: str) -> ScratchModel | None:
     """The model from scratch that stage `name` trains, perhaps begun by an earlier stage; None for a pretrained one."""
     stage = recipe.stages[name]
@@ -37,9 +51,11 @@ def training_bytes(recipe: Recipe, name: str) -> int | None:
     stage, model = recipe.stages[name], model_of(recipe, name)
     if model is None or not isinstance(stage, TrainingStage):
         return None
-    parameters, ranks = parameter_count(model), resources_of(stage).processes
+    frozen = 0 if stage.lora is None else parameter_count(model)
+    parameters = parameter_count(model) if stage.lora is None else adapter_count(model, stage.lora)
+    ranks = resources_of(stage).processes
     sharded = {0: 0, 1: 8, 2: 12}[stage.engine.zero_stage]
-    total = parameters * (_TRAINING_BYTES - sharded) + parameters * sharded // ranks
+    total = frozen * _WEIGHT_BYTES + parameters * (_TRAINING_BYTES - sharded) + parameters * sharded // ranks
     if isinstance(stage, DistillStage) and stage.teacher_from:
         teacher = model_of(recipe, stage.teacher_from)
         total += 0 if teacher is None else parameter_count(teacher) * _WEIGHT_BYTES

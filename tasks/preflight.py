@@ -11,6 +11,7 @@ from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stages import PrepareDataStage
 from dynamo_core.errors import RecipeError
+from dynamo_core.training.quantisation import require_quantisation
 from tasks.launch import resources_of
 
 
@@ -27,6 +28,9 @@ def preflight(recipe: Recipe) -> None:
             _check_data(f"{where}.source.path", stage.source.path)
         if isinstance(stage, MODEL_STAGES) and isinstance(stage.model, PretrainedModel):
             _check_model(f"{where}.model.path", stage.model.path)
+        if isinstance(stage, MODEL_STAGES) and stage.lora is not None and stage.lora.quantisation:
+            gpu = gpu_count() > 0 and resources_of(stage).device != "cpu"
+            require_quantisation(f"{where}.lora.quantisation", gpu=gpu)
 
 
 def core_count() -> int:
@@ -70,6 +74,10 @@ def _check_data(where: str, given: str) -> None:
 def _check_model(where: str, given: str) -> None:
     path = Path(given).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise RecipeError(
+                f"{where}: {given} holds an adapter, not a whole model", "give the folder of the merged model"
+            )
         if not (path / "config.json").is_file():
             raise RecipeError(f"{where}: {given} is no model folder: it has no config.json")
         return

@@ -1,12 +1,12 @@
-"""Where a model's weights come from."""
+"""Where a model's weights come from, and which of them train."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dynamo_core.config.base import Frozen, PositiveInt
+from dynamo_core.config.base import Frozen, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class ScratchModel(Frozen):
@@ -33,10 +33,33 @@ class ScratchModel(Frozen):
 
 
 class PretrainedModel(Frozen):
-    """A local folder or a hub id, loaded with transformers; Python code that comes with it is never run."""
+    """A local folder or a hub id of a whole model, not of an adapter.
+
+    It is loaded with transformers; Python code that comes with it is never run.
+    """
 
     type: Literal["pretrained"]
     path: Annotated[str, Field(min_length=1)]
 
 
 Model = Annotated[ScratchModel | PretrainedModel, Field(discriminator="type")]
+
+
+class Lora(Frozen):
+    """Low-rank adapters train, the model's own weights stay frozen (Hu et al. 2021)."""
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    """The adapters' product is multiplied by alpha / rank."""
+    dropout: NonNegativeFloat = 0.0
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of linear layers, such as q_proj; all-linear: every one but the output layer."""
+    quantisation: Literal["4bit"] | None = None
+    """4bit: the frozen weights are held as NF4 (QLoRA, Dettmers et al. 2023); needs a CUDA GPU and bitsandbytes."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _none(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError(f"is {dropout:g}, must be 0: dropout makes the ratio of the first update differ from 1")
+        return dropout

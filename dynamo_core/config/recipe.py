@@ -90,6 +90,8 @@ def _check_stage(recipe: Recipe, name: str, stage: Stage) -> None:
         )
     elif stage.model_from is not None:
         _check_reference(recipe, name, "model_from", stage.model_from, MODEL_STAGES)
+    if stage.lora is not None and isinstance(stage.model, ScratchModel):
+        raise ValueError(f"stages.{name}.lora: adapters need a trained model: one from scratch would stay random")
 
 
 def _check_data(recipe: Recipe, name: str, stage: Stage) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveFloat, PositiveInt, Resources
+from dynamo_core.config.models import Lora
 
 
 class Checkpoints(Frozen):
@@ -35,6 +36,8 @@ class TrainingStage(BaseStage):
     """sft, distill, dpo: optimizer steps. reinforce: rollout steps of `updates_per_step` optimizer steps."""
     micro_batch_size: PositiveInt
     """Rows (dpo: pairs) a rank computes at once; changes memory and speed, not the result."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights."""
     optimizer: Optimizer
     engine: Engine = Engine()
     checkpoints: Checkpoints = Checkpoints()
@@ -53,6 +56,8 @@ class TrainingStage(BaseStage):
             )
         if self.engine.precision == "bfloat16" and self.engine.zero_stage == 0:
             raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 to 3, which keep float32 masters")
+        if self.lora is not None and self.engine.zero_stage == 3:
+            raise ValueError("lora needs engine.zero_stage 0 to 2: frozen weights are not sharded")
         if self.engine.offload != "none" and self.engine.zero_stage == 0:
             raise ValueError("engine.offload needs engine.zero_stage 1 to 3: stage 0 has no sharded states to move")
         return self

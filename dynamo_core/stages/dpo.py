@@ -18,7 +18,7 @@ def run(context: StageContext) -> dict[str, float]:
     stage = cast(DpoStage, context.spec.stage)
     with distributed.start(context.spec.resources, always_group=True) as ranks:
         pairs = read_pairs(context.input("data") / "data")
-        model, tokenizer = existing_model(context, stage.model, stage.engine, ranks)
+        model, tokenizer = existing_model(context, stage.model, stage, ranks)
         return fit(
             context,
             stage,

@@ -30,7 +30,7 @@ from dynamo_core.stages.resume import resume, state
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated, prompt_weights
 from dynamo_core.training.critic import Critic, Values
-from dynamo_core.training.models import parameter_count, save_model
+from dynamo_core.training.lora import parameter_counts, publish
 from dynamo_core.training.objective import Objective
 from dynamo_core.training.policy_update import PolicyBatch, UpdateReport, mini_batches, update
 from dynamo_core.types import Sampling
@@ -43,7 +43,7 @@ def run(context: StageContext) -> dict[str, float]:
     """Train and save the policy; returns the final metrics."""
     stage = cast(ReinforceStage, context.spec.stage)
     with distributed.start(context.spec.resources, always_group=True) as ranks:
-        model, tokenizer = existing_model(context, stage.model, stage.engine, ranks)
+        model, tokenizer = existing_model(context, stage.model, stage, ranks)
         rows = read_prompts(context.input("data") / "data", "rl")
         tasks = {row.prompt_id: PromptTask(row, encode_prompt(tokenizer, row.messages)) for row in rows}
         if len(tasks) < stage.prompts_per_step:
@@ -55,13 +55,13 @@ def run(context: StageContext) -> dict[str, float]:
         with parts.checkpoints:
             loop(context, stage, parts)
             if ranks.first:
-                save_model(parts.policy, tokenizer, context.folder / "model")
+                publish(parts.policy, tokenizer, context.folder)
             if parts.critic is not None:
                 with parts.critic.engine.gathered():
                     if ranks.first:
                         cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
         ranks.barrier()
-        return {**context.metrics.last, "parameters": float(parameter_count(parts.policy))}
+        return {**context.metrics.last, **parameter_counts(parts.policy)}
 
 
 def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:

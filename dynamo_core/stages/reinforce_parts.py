@@ -20,9 +20,10 @@ from dynamo_core.training.checkpoint import Checkpointer
 from dynamo_core.training.critic import Critic, ValueLearner
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.lora import has_adapters
 from dynamo_core.training.models import eos_ids
 from dynamo_core.training.policy import TokenScorer
-from dynamo_core.training.reference import Reference
+from dynamo_core.training.reference import Reference, Scorer, WithoutAdapters
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ def build(
     collector = Collector(rollout_engine, tokenizer, make_reward(stage.reward), tasks, ranks)
     reference = None
     if stage.kl is not None:
-        frozen = copy.deepcopy(model).eval().requires_grad_(False)
         reference = Reference(
-            TokenScorer(frozen), stage.kl, ranks,
+            _unchanging(model), stage.kl, ranks,
             temperature=stage.sampling.temperature, size=stage.micro_batch_size,
         )  # fmt: skip
     critic = _critic(stage, ranks, model)
@@ -103,6 +103,13 @@ def build(
     saved = {"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine}
     checkpoints = checkpointer(context, stage.checkpoints, ranks, saved, steps=stage.steps)
     return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints)
+
+
+def _unchanging(model: PreTrainedModel) -> Scorer:
+    """Scores of what `model` is now, whatever it learns: with adapters, those of their base."""
+    if has_adapters(model):
+        return WithoutAdapters(TokenScorer(model))
+    return TokenScorer(copy.deepcopy(model).eval().requires_grad_(False))
 
 
 def _critic(stage: ReinforceStage, ranks: Ranks, model: PreTrainedModel) -> ValueLearner | None:

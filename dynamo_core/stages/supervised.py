@@ -17,13 +17,8 @@ from dynamo_core.stages.inputs import existing_model
 from dynamo_core.stages.resume import checkpointer, resume, state
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
-from dynamo_core.training.models import (
-    DTYPES,
-    build_scratch,
-    load_tokenizer,
-    parameter_count,
-    save_model,
-)
+from dynamo_core.training.lora import parameter_counts, publish
+from dynamo_core.training.models import DTYPES, build_scratch, load_tokenizer
 from dynamo_core.training.supervised import Collation, EncodedRows, Loss, Row, train
 from dynamo_core.types import Demonstration
 
@@ -41,7 +36,7 @@ def start_model(
         tokenizer_from: folder of the tokenizer that a model from scratch uses; none: one is trained on the data.
     """
     if not isinstance(stage.model, ScratchModel):
-        return existing_model(context, stage.model, stage.engine, ranks)
+        return existing_model(context, stage.model, stage, ranks)
     tokenizer: PreTrainedTokenizerBase
     if tokenizer_from is None:
         texts = (message.content for row in demonstrations for message in row.messages)
@@ -66,7 +61,7 @@ def fit(
     """Train `model` through `loss`, save it, and return the final metrics."""
     if stage.engine.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    parameters = parameter_count(model)
+    parameters = parameter_counts(model)
     engine = TrainingEngine(
         loss, ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
@@ -97,13 +92,13 @@ def fit(
         )
         with engine.gathered():
             if ranks.first:
-                save_model(model, tokenizer, context.folder / "model")
+                publish(model, tokenizer, context.folder)
     ranks.barrier()
     return {
         **context.metrics.last,
         "rows": float(len(encoded.rows)),
         "rows_too_long": float(len(encoded.too_long)),
-        "parameters": float(parameters),
+        **parameters,
     }
 
 

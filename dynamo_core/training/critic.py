@@ -26,6 +26,7 @@ from dynamo_core.config.method import Critic as CriticConfig
 from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.lora import merged
 from dynamo_core.training.policy_update import PolicyBatch
 from dynamo_core.training.scoring import score_rows
 
@@ -34,9 +35,15 @@ class Critic(nn.Module):
     """A backbone with a `value_head`."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
-        """Start from a copy of the policy's backbone."""
+        """Start from a copy of the policy's backbone.
+
+        Frozen weights are shared, not copied: a policy with adapters gets a critic with adapters of its own over the
+        same base, as a critic that trains whole would need the memory that adapters are there to save.
+        """
         super().__init__()
-        self.backbone = copy.deepcopy(policy.base_model)
+        self.backbone = copy.deepcopy(
+            policy.base_model, {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
+        )
         parameter = next(self.backbone.parameters())
         width = policy.config.get_text_config().hidden_size
         self.value_head = nn.Linear(width, 1, device=parameter.device, dtype=parameter.dtype)
@@ -53,8 +60,8 @@ class Critic(nn.Module):
         cast(PreTrainedModel, self.backbone).gradient_checkpointing_enable({"use_reentrant": False})
 
     def save(self, folder: Path) -> None:
-        """Write the backbone as a model folder, and the head beside it."""
-        backbone = cast(PreTrainedModel, self.backbone)
+        """Write the backbone as a model folder, adapters merged, and the head beside it."""
+        backbone = merged(cast(PreTrainedModel, self.backbone))
         backbone.config.name_or_path = ""
         backbone.save_pretrained(folder, safe_serialization=True)
         save_file({name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()},

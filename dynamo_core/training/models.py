@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -22,6 +23,7 @@ from dynamo_core.config.models import PretrainedModel, ScratchModel
 from dynamo_core.data.templates import all_eos_ids
 from dynamo_core.errors import RecipeError
 
+ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NO_DROPOUT = (
     "activation_dropout",
@@ -59,24 +61,39 @@ def build_scratch(spec: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: 
     return cast(PreTrainedModel, model)
 
 
-def load_model(source: str | Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    source: str | Path, *, dtype: torch.dtype, device: torch.device, four_bit: bool = False
+) -> PreTrainedModel:
     """A causal language model from a folder or hub id, every dropout off.
 
+    Args:
+        four_bit: hold the weights of linear layers as NF4; `dtype` is what they are computed in.
+
     Raises:
-        RecipeError: nothing there, or not a model that transformers can load without remote code.
+        RecipeError: nothing there, an adapter, or not a model that transformers can load without remote code.
     """
     transformers_logging.disable_progress_bar()
+    if (Path(source) / ADAPTER_CONFIG).exists():  # else transformers would go and fetch the base that it names
+        raise RecipeError(f"'{source}' holds an adapter, not a whole model", "give the folder of the merged model")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _switch_off_dropout(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
+            source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+            **(_nf4(dtype, device) if four_bit else {}),
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         cause = f"cannot load a model from '{source}': {_first_line(error)}"
         raise RecipeError(cause, "give a model folder") from error
     placed: Any = model
-    return cast(PreTrainedModel, placed.to(device))
+    return cast(PreTrainedModel, placed if four_bit else placed.to(device))
+
+
+def _nf4(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -95,12 +112,12 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_pretrained(
-    spec: PretrainedModel, *, dtype: torch.dtype, device: torch.device
+    spec: PretrainedModel, *, dtype: torch.dtype, device: torch.device, four_bit: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer that a recipe names."""
     path = str(Path(spec.path).expanduser()) if spec.path.startswith("~") else spec.path
-    tokenizer = load_tokenizer(path)
-    return load_model(path, dtype=dtype, device=device), tokenizer
+    model = load_model(path, dtype=dtype, device=device, four_bit=four_bit)
+    return model, load_tokenizer(path)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""The reference: the frozen model that a KL penalty pulls towards, and the penalty's coefficient."""
+"""The reference: the starting model, which a KL penalty pulls towards, and the penalty's coefficient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,19 +10,36 @@ import torch
 from dynamo_core.algorithms import kl
 from dynamo_core.config.method import Kl
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.lora import adapters_off
 from dynamo_core.training.objective import KlTerm
-from dynamo_core.training.policy import TokenScorer
+from dynamo_core.training.policy import TokenScorer, TokenScores
 from dynamo_core.training.policy_update import PolicyBatch
 from dynamo_core.training.scoring import score_rows
+
+Scorer = Callable[[torch.Tensor, torch.Tensor, float], TokenScores]
+"""(token_ids_BL, target_mask_BL, temperature) -> scores."""
+
+
+class WithoutAdapters:
+    """Scores of the policy's own base, so that no frozen copy of it is needed."""
+
+    def __init__(self, scorer: TokenScorer) -> None:
+        self._scorer = scorer
+
+    def __call__(self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float) -> TokenScores:
+        """Like the scorer, its model's adapters switched off meanwhile."""
+        with adapters_off(self._scorer.model):
+            scores: TokenScores = self._scorer(token_ids_BL, target_mask_BL, temperature)
+            return scores
 
 
 class Reference:
     """Scores a step's rollouts and keeps the coefficient, which belongs in checkpoints."""
 
-    def __init__(self, scorer: TokenScorer, config: Kl, ranks: Ranks, *, temperature: float, size: int) -> None:
+    def __init__(self, scorer: Scorer, config: Kl, ranks: Ranks, *, temperature: float, size: int) -> None:
         """
         Args:
-            scorer: of the frozen model.
+            scorer: of a model that never changes.
             temperature: the one that rollouts are sampled with: it divides logits on every log-prob path.
             size: rows scored at once.
         """

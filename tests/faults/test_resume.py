@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dynamo_core import stages
 from dynamo_core.errors import RecipeError, StagePaused
@@ -80,6 +81,27 @@ def test_critic_and_kl_coefficient_are_part_of_the_state(inputs, tmp_path, monke
     newest = max((folder / "checkpoints").iterdir())
     assert {"actor", "critic"} <= {path.name for path in newest.iterdir()}
     assert (folder / "critic" / "value_head.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "engine", ["{zero_stage: 0}", "{zero_stage: 2}", "{zero_stage: 1, precision: bfloat16}"], ids=str
+)
+def test_adapters_resume_and_frozen_weights_are_not_saved(engine, inputs, tmp_path, monkeypatch, kept):
+    recipe = harness.recipe(
+        *WITH_CRITIC, f"stages.reinforced.engine={engine}", "stages.reinforced.lora={rank: 2, alpha: 8}"
+    )
+    whole = harness.prepare(recipe, "reinforced", inputs, tmp_path / "whole")
+    stages.run(whole)
+    folder = harness.prepare(recipe, "reinforced", inputs, tmp_path / "killed")
+    interrupt(folder, 4, monkeypatch)
+    stages.run(folder)
+    harness.assert_equal(harness.outcome(folder), harness.outcome(whole))
+    newest = max((folder / "checkpoints").iterdir())
+    for part in ("actor", "critic"):
+        saved = torch.load(newest / part / "engine" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+        trained = {name for name in saved if ".lora_" in name or "value_head" in name}
+        assert len(trained) >= 14
+        assert saved.keys() - trained <= {"model.lm_head.weight"}  # a second name of the embedding
 
 
 def test_two_ranks_resume_their_shards(inputs, tmp_path, undisturbed):

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dynamo_core.config.base import Optimizer, Resources
+from dynamo_core.config.models import Lora
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.collector import ScoredRollout
@@ -26,6 +27,7 @@ from dynamo_core.training.critic import Critic, ValueLearner
 from dynamo_core.training.deepspeed import engine as engine_module
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.lora import add_adapters
 from dynamo_core.training.objective import Objective
 from dynamo_core.training.policy import TokenScorer
 from dynamo_core.training.policy_update import PolicyBatch, mini_batches, update
@@ -50,6 +52,7 @@ class Case:
     shuffled: bool = False
     padding: int = 0
     adam: bool = False
+    lora: bool = False
 
     @property
     def name(self) -> str:
@@ -58,10 +61,11 @@ class Case:
 
 
 PRESETS = ("exact", "faithful", "exact_ppo", "gspo")
-PLAIN = [Case(preset) for preset in PRESETS]
+PLAIN = [*(Case(preset) for preset in PRESETS), Case("exact_ppo", lora=True)]
 VARIED = [
     *(Case(preset, zero_stage=zero) for preset in ("exact", "exact_ppo") for zero in (1, 2, 3)),
     Case("faithful", zero_stage=3),
+    *(Case("exact_ppo", zero_stage=zero, lora=True) for zero in (1, 2)),
     Case("exact_ppo", zero_stage=2, offload="cpu"),
     Case("exact_ppo", zero_stage=3, offload="cpu"),
     *(Case(preset, micro_batch_size=size) for preset in PRESETS for size in (1, 2, 8, 100)),
@@ -139,6 +143,8 @@ def updates(ranks: Ranks, case: Case) -> dict[str, Any]:
         rows = [rows[index] for index in order]
     batch = widened(policy_batch(rows, [str(index) for index in range(len(COUNTS))]), case.padding)
     model = tiny_model(tiny_tokenizer(), seed=4)
+    if case.lora:
+        add_adapters(model, Lora(rank=4, alpha=8.0), seed=4)
     learner = value_learner(model, ranks, stage, case)
     actor = engine_for(TokenScorer(model), ranks, case)
     modules = {"actor": actor} | ({"critic": learner.engine} if learner else {})

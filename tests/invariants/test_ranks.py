@@ -54,7 +54,7 @@ EVERY = [*((1, case) for case in VARIED), *((2, case) for case in [*PLAIN, *VARI
 
 @pytest.mark.parametrize(("processes", "case"), EVERY, ids=lambda value: getattr(value, "name", str(value)))
 def test_gradients_do_not_depend_on_how_they_are_computed(results, processes, case):
-    expected, found = results(1, Case(case.preset)), results(processes, case)
+    expected, found = results(1, Case(case.preset, lora=case.lora)), results(processes, case)
     for step, (ours, theirs) in enumerate(zip(moves(found), moves(expected), strict=True)):
         for network in {name.partition(".")[0] for name in theirs}:
             here = {name: move for name, move in theirs.items() if name.startswith(network)}

@@ -43,6 +43,7 @@ def key(loaded: Recipe, name: str, digest: str = "0" * 64) -> str:
         ("data", "resources.threads=2", True),
         ("data", "stages.data.source.problems=401", False),
         ("reinforced", "stages.reinforced.allocation.low=0.5", False),
+        ("reinforced", "stages.reinforced.lora={rank: 4, alpha: 8}", False),
         ("evaluation", "stages.evaluation.models_from=[student, teacher]", False),
     ],
 )

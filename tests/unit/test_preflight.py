@@ -81,6 +81,18 @@ def test_sizes_follow_references_and_sharding() -> None:
     overrides = ["stages.reinforced.resources.processes=2", "stages.reinforced.engine.zero_stage=1"]
     assert training_bytes(load_recipe(SMOKE, overrides), "reinforced") == 12 * parameter_count(student)
     assert training_bytes(recipe, "evaluation") is None
+    adapted = load_recipe(SMOKE, ["stages.reinforced.lora={rank: 2, alpha: 4, target_modules: [q_proj, v_proj]}"])
+    assert training_bytes(adapted, "reinforced") == 4 * parameter_count(student) + 16 * 2 * (64 + 64 + 64 + 64)
+
+
+def test_four_bit_weights_and_adapter_folders_are_refused_before_anything_starts(tmp_path: Path, monkeypatch) -> None:
+    four_bit = load_recipe(SMOKE, ["stages.reinforced.lora={rank: 2, alpha: 4, quantisation: 4bit}"])
+    with pytest.raises(RecipeError, match=r"stages\.reinforced\.lora\.quantisation: 4bit needs a CUDA GPU"):
+        preflight(four_bit)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr("tasks.preflight.core_count", lambda: 4)
+    with pytest.raises(RecipeError, match=r"holds an adapter, not a whole model \(give the folder of the merged"):
+        preflight(load_recipe(SMOKE, [f"stages.teacher.model={{type: pretrained, path: {tmp_path}}}"]))
 
 
 def test_durations() -> None:

@@ -198,12 +198,16 @@ class TrainingEngine:
         return StepReport(grad_norm=norm, lr=lr)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of weights and optimizer."""
-        self._engine.save_checkpoint(str(folder), tag=_TAG, client_state={"steps": self._steps}, save_latest=False)
+        """Write this rank's part of trained weights and optimizer; frozen weights are where they came from."""
+        self._engine.save_checkpoint(
+            str(folder), tag=_TAG, client_state={"steps": self._steps}, save_latest=False,
+            exclude_frozen_parameters=True,
+        )  # fmt: skip
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote with the same number of ranks."""
-        _, client = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        whole = all(parameter.requires_grad for parameter in self._engine.module.parameters())
+        _, client = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
         self._steps = client["steps"]
 
     def _update(self, step: int) -> float:

@@ -91,7 +91,9 @@ def fit(
             micro_batch_size=stage.micro_batch_size,
             seed=context.spec.seed,
             start=start,
+            prompt_ids=encoded.prompt_ids,
         )
+        engine.check_weights()
         if ranks.first:
             save_model(model, tokenizer, context.folder / "model")
     ranks.barrier()

@@ -113,6 +113,8 @@ class EncodedRows:
 
     rows: list[TokenRow]
     too_long: list[str] = field(default_factory=list)
+    prompt_ids: list[str] = field(default_factory=list)
+    """Of `rows`."""
 
 
 def encode_rows(
@@ -130,6 +132,7 @@ def encode_rows(
             encoded.too_long.append(demonstration.prompt_id)
         else:
             encoded.rows.append(TokenRow(tuple(row.token_ids), tuple(row.loss_mask)))
+            encoded.prompt_ids.append(demonstration.prompt_id)
     if not encoded.rows:
         raise DataError(f"all {len(demonstrations)} demonstrations are longer than max_length {max_length} tokens")
     return encoded
@@ -147,12 +150,14 @@ def train(
     micro_batch_size: int,
     seed: int,
     start: int = 0,
+    prompt_ids: Sequence[str] = (),
 ) -> None:
     """`steps` optimizer steps over length-bucketed batches of `rows`.
 
     Args:
         parts: metric names of what the engine's module returns after the loss.
         start: steps that were already taken, by an earlier process.
+        prompt_ids: of `rows`, for messages.
     """
     generator = np.random.Generator(np.random.Philox(seed))
     lengths = np.array([len(row.token_ids) for row in rows])
@@ -162,8 +167,10 @@ def train(
         tokens = sum(sum(rows[index].target_mask) for index in batch)
         totals = torch.zeros(1 + len(parts), dtype=torch.float64)
         for chosen in micro_batches(lengths[batch].tolist(), micro_batch_size, ranks.rank, ranks.world_size):
-            picked = [rows[index] for index in batch[chosen]]
-            totals += _micro_step(engine, picked or [rows[batch[0]]], tokens, real=bool(picked))
+            picked = [batch[place] for place in chosen]
+            names = [prompt_ids[index] for index in picked] if prompt_ids else []
+            used = [rows[index] for index in picked or batch[:1]]
+            totals += _micro_step(engine, used, tokens, parts, names, real=bool(picked))
         done = engine.step(float(totals[0]))
         values = dict(zip(("train/loss", *parts), ranks.sum(totals.tolist()), strict=True))
         seconds = time.perf_counter() - started
@@ -174,11 +181,21 @@ def train(
         )
 
 
-def _micro_step(engine: TrainingEngine, rows: list[TokenRow], tokens: int, *, real: bool) -> torch.Tensor:
+def _micro_step(
+    engine: TrainingEngine,
+    rows: list[TokenRow],
+    tokens: int,
+    parts: Sequence[str],
+    prompt_ids: Sequence[str],
+    *,
+    real: bool,
+) -> torch.Tensor:
     """Forward and backward of one micro-batch; rows that are not `real` only keep collectives symmetric."""
     batch = pad_rows(rows)
     weights_BL = batch.target_mask_BL.float() / tokens if real else torch.zeros(batch.target_mask_BL.shape)
     device = engine.device
-    loss, *parts = engine.forward(batch.token_ids_BL.to(device), batch.target_mask_BL.to(device), weights_BL.to(device))
-    engine.accumulate(loss)
-    return torch.tensor([float(loss.detach()), *(float(part) for part in parts)], dtype=torch.float64)
+    loss, *values = engine.forward(
+        batch.token_ids_BL.to(device), batch.target_mask_BL.to(device), weights_BL.to(device)
+    )
+    engine.accumulate(loss, {"loss": loss, **dict(zip(parts, values, strict=True))}, prompt_ids)
+    return torch.tensor([float(loss.detach()), *(float(value) for value in values)], dtype=torch.float64)

@@ -76,7 +76,7 @@ def find_stages(target: str, store: Store) -> dict[str, Path]:
     runs = sorted((store.root / "runs").glob("*/recipe.yaml"), reverse=True)
     for path in runs:
         run_id = path.parent.name
-        if target == run_id or target == Path(target).name and target in _names(path, run_id):
+        if target == run_id or target in _names(path, run_id):
             stages = {name: folder for name, folder in store.stages_of(run_id).items() if folder.exists()}
             if stages:
                 return stages
@@ -114,9 +114,8 @@ def _ended(error: Mapping[str, Any]) -> list[Finding]:
     for symptom in (*GATES, *FAILURES):
         if re.search(symptom.error, cause):
             return [Finding(symptom, cause)]
-    return [
-        Finding(Symptom("error", "it ended with an error", "", ("the message says it",), (error["remedy"],)), cause)
-    ]
+    unknown = Symptom("error", "it ended with an error", "", ("the message says it",), (str(error["remedy"]),))
+    return [Finding(unknown, cause)]
 
 
 def _alarms(lines: Sequence[MetricsLine]) -> list[Finding]:

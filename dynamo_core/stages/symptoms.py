@@ -67,12 +67,12 @@ ALARMS: Final = (
 
 GATES: Final = (
     Symptom(
-        "ratio", "the policy disagrees with its own sampler before the first update (|ratio - 1|)", "gate/ratio",
+        "ratio", "the policy disagrees with its own sampler before the first update: ratios are not 1", "gate/ratio",
         ("the sampler rounds otherwise", "another temperature, or a stale cache or weights in the sampler"),
         ("`engine.precision: float32`", "`sampling.temperature`"), r"^gate/ratio:",
     ),
     Symptom(
-        "log_ratio", "the policy disagrees with its own sampler before the first update (|log ratio|)",
+        "log_ratio", "the policy disagrees with its own sampler before the first update: log ratios are not 0",
         "gate/log_ratio",
         ("the sampler rounds otherwise", "another temperature, or a stale cache or weights in the sampler"),
         ("`engine.precision: float32`", "`sampling.temperature`"), r"^gate/log_ratio:",

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from dynamo_core.config.load import load_recipe
 from dynamo_core.config.spec import StageSpec
@@ -47,15 +48,16 @@ def print_diagnosis(target: str, store: Store) -> None:
         RecipeError: there is no such run or stage.
     """
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
-    for column in ("stage", "symptom", "measured", "likely causes, in order", "what helps"):
-        table.add_column(column)
+    for column in ("symptom", "likely causes, in order", "what helps"):
+        table.add_column(column, overflow="fold")
     healthy = []
     for name, folder in find_stages(target, store).items():
         findings = diagnose(folder)
         for finding in findings:
             causes = "\n".join(f"{number}. {cause}" for number, cause in enumerate(finding.symptom.causes, start=1))
             helps = "\n".join(key.replace("`", "") for key in finding.symptom.keys)
-            table.add_row(name, finding.symptom.title, finding.measured, causes, helps)
+            seen = f"{name}: {finding.symptom.title}\n{finding.measured}"
+            table.add_row(*(Text(cell) for cell in (seen, causes, helps)))  # as it stands: a prompt's id may hold markup
         if not findings:
             healthy.append(f"{name}: nothing is wrong ({progress(folder)})")
     if table.row_count:

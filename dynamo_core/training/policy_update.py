@@ -100,6 +100,7 @@ def update(
     totals: dict[str, float] = {}
     gates: dict[str, float] = {}
     skipped = cells = real = 0
+    moved = False
     seeds = np.random.SeedSequence(list(seed)).generate_state(stage.updates_per_step).tolist()
     for part, rows in enumerate(mini_batches(batch, stage)):
         if not batch.mask_BL[rows].any():  # none of its rollouts could be scored or kept, which all ranks see alike
@@ -119,9 +120,10 @@ def update(
             real += int(batch.lengths[picked].sum())
         values = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
         off_by, off_by_log = (values.pop(name) for name in _OFF_POLICY)
-        if first and part == 0 and arrays.tokens:
+        if first and not gates and not moved and arrays.tokens:
             gates = ratio_gates(off_by, off_by_log, stage.engine.precision, step=seed[-1])
         done = engine.step(sums["policy/loss"])
+        moved |= done.update_rms > 0
         values.update({"policy/grad_norm": done.grad_norm, "policy/lr": done.lr, "policy/update_rms": done.update_rms})
         for name, value in values.items():
             totals[name] = totals.get(name, 0.0) + value / stage.updates_per_step

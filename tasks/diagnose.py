@@ -57,7 +57,7 @@ def print_diagnosis(target: str, store: Store) -> None:
             causes = "\n".join(f"{number}. {cause}" for number, cause in enumerate(finding.symptom.causes, start=1))
             helps = "\n".join(key.replace("`", "") for key in finding.symptom.keys)
             seen = f"{name}: {finding.symptom.title}\n{finding.measured}"
-            table.add_row(*(Text(cell) for cell in (seen, causes, helps)))  # as it stands: a prompt's id may hold markup
+            table.add_row(*(Text(cell) for cell in (seen, causes, helps)))  # a prompt's id may look like markup
         if not findings:
             healthy.append(f"{name}: nothing is wrong ({progress(folder)})")
     if table.row_count:

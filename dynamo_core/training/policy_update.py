@@ -130,9 +130,10 @@ def update(
         if stage.target_kl is not None and values["policy/approx_kl"] > stage.target_kl:
             skipped = stage.updates_per_step - part - 1
             break
-    if stage.target_kl is not None:
+    if skipped:
         taken = stage.updates_per_step - skipped
         totals = {name: value * stage.updates_per_step / taken for name, value in totals.items()}
+    if stage.target_kl is not None:
         totals["policy/skipped_updates"] = float(skipped)
     cells_all, real_all = ranks.sum([cells, real])
     return UpdateReport({**totals, **gates}, 1 - real_all / cells_all if cells_all else 0.0)

@@ -1,4 +1,4 @@
-"""dynamo-rl: run a recipe, say what a run would do, show the results.
+"""dynamo-rl: run a recipe, say what a run would do, show the results, say what is wrong with them.
 
 Exit codes: 0 done; 1 a stage crashed; 2 the recipe, its data or the machine; 3 memory or disk ran out; 4 a number was
 not finite; 130 Ctrl-C; 143 SIGTERM. Nothing heavy is imported before a command needs it.
@@ -22,6 +22,7 @@ import typer
 
 from dynamo_core.config.load import load_recipe
 from dynamo_core.errors import DynamoError, RecipeError, ResourceExhausted
+from tasks.diagnose import print_diagnosis
 from tasks.plan import print_plan
 from tasks.preflight import preflight
 from tasks.report import print_results
@@ -130,6 +131,18 @@ def plan(recipe: RecipeArgument, overrides: SetOption = [], store: StoreOption =
     """Say what a run would do, without running anything."""
     with _one_line_errors():
         print_plan(load_recipe(recipe, overrides), Store.choose(store))
+
+
+@app.command()
+def diagnose(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN_OR_FOLDER", help="A run's id or name, or a stage's folder or its name.")
+    ],
+    store: StoreOption = None,
+) -> None:
+    """Say what is wrong with a run, why that may be, and which key helps."""
+    with _one_line_errors():
+        print_diagnosis(target, Store.choose(store))
 
 
 @app.command()

@@ -52,10 +52,14 @@ def recipe_flow(recipe: dict[str, Any], store: str, run_id: str) -> dict[str, di
     with Tracker(place, parsed, run_id, tracking_target(place)) as tracker:
         session = Session(place, parsed, tracker)
         done: dict[str, StageReference] = {}
+        folders: dict[str, Path] = {}
         for name, stage in parsed.stages.items():
             inputs = {role: done[producer] for role, producer in parsed.inputs(name).items()}
             key = stage_key(parsed, name, {role: reference.payload_digest for role, reference in inputs.items()})
-            folders = {role: reference.folder for role, reference in inputs.items()}
-            state = TASKS[stage.type](session, name, key, folders)
+            place.note_stages(run_id, {**folders, name: place.stage_folder(name, key)})
+            producers = {role: reference.folder for role, reference in inputs.items()}
+            state = TASKS[stage.type](session, name, key, producers)
             done[name] = StageReference.model_validate(state.result())
+            folders[name] = Path(done[name].folder)  # another one where an equal stage has another name
+    place.note_stages(run_id, folders)
     return {name: reference.model_dump(mode="json") for name, reference in done.items()}

@@ -1,7 +1,7 @@
 """The store: one folder that holds all that runs leave behind. It is moved or wiped as a whole.
 
     stages/<name>-<key12>/   stage folders         locks/        one lock file a key
-    references/<key>.json    what a key led to     runs/<run id>/recipe.yaml
+    references/<key>.json    what a key led to     runs/<run id>/  recipe.yaml and stages.json
     mlflow.db, mlartifacts/  MLflow                prefect/, results/  Prefect's home and its records of task runs
     figures/<stage>.png      of evaluations        servers.json  what `dynamo-rl ui` has started
 
@@ -10,16 +10,20 @@ Everything but `results` is read again; that one is for people who look at Prefe
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dynamo_core.errors import RecipeError
+from dynamo_core.files import write_atomically
 
 STORE_VARIABLE: Final = "DYNAMO_RL_STORE"
 _FOLDERS: Final = ("stages", "locks", "references", "runs", "prefect", "results", "mlartifacts")
+_RUN_STAGES: Final = "stages.json"
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,16 @@ class Store:
     def run_folder(self, run_id: str) -> Path:
         """Where one run of a recipe leaves what it was asked to do."""
         return self.root / "runs" / run_id
+
+    def note_stages(self, run_id: str, folders: Mapping[str, Path]) -> None:
+        """Remember where the stages of a run are, those that it has come to."""
+        names = {name: folder.name for name, folder in folders.items()}
+        write_atomically(self.run_folder(run_id) / _RUN_STAGES, json.dumps(names, indent=1) + "\n")
+
+    def stages_of(self, run_id: str) -> dict[str, Path]:
+        """Stage -> folder, of the stages that a run came to; empty where there is no such run."""
+        path = self.run_folder(run_id) / _RUN_STAGES
+        if not path.exists():
+            return {}
+        names = json.loads(path.read_text(encoding="utf-8"))
+        return {name: self.root / "stages" / folder for name, folder in names.items()}

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from dynamo_core.config.base import Frozen, PositiveInt, Sampling
+from dynamo_core.config.base import Frozen, PositiveFloat, PositiveInt, Sampling
 from dynamo_core.config.method import (
     LEAST_GROUP,
     LEAST_OBJECTIVE,
@@ -49,6 +49,8 @@ class ReinforceStage(TrainingStage):
     """The mean; the step's budget is prompts_per_step x rollouts_per_prompt."""
     updates_per_step: PositiveInt = 1
     """Mini-batches of whole prompts made of one step's rollouts, one optimizer step each."""
+    target_kl: PositiveFloat | None = None
+    """The rest of a step's mini-batches is skipped once approx_kl of the last one exceeds it; null: none ever is."""
     sampling: Sampling
     reward: MathAnswerReward = MathAnswerReward()
     overlong: Literal["keep", "mask", "bootstrap"] = "keep"

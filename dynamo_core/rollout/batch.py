@@ -52,6 +52,7 @@ def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str], *, 
         entropy_BL=_spread([item.rollout for item in usable], "entropies", width),
         bracket_BL=_spread([item.rollout for item in usable], "brackets", width),
         truncated_B=truncated_B,
+        prompt_ids=tuple(prompt_ids),
     )
 
 

@@ -24,10 +24,10 @@ from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.collector import PromptSampler, PromptTask, ScoredRollout
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
-from dynamo_core.stages.reinforce_parts import Parts, Stateful, build
+from dynamo_core.stages.reinforce_parts import Parts, Stateful, build, statistics
 from dynamo_core.stages.reinforce_report import StepReport
 from dynamo_core.stages.resume import resume, state
-from dynamo_core.training import distributed
+from dynamo_core.training import distributed, gates
 from dynamo_core.training.credit import credit, modulated, prompt_weights
 from dynamo_core.training.critic import Critic, Values
 from dynamo_core.training.lora import parameter_counts, publish
@@ -54,6 +54,7 @@ def run(context: StageContext) -> dict[str, float]:
         parts = build(context, stage, ranks, model=model, tokenizer=tokenizer, tasks=tasks)
         with parts.checkpoints:
             loop(context, stage, parts)
+            parts.check_weights()
             if ranks.first:
                 publish(parts.policy, tokenizer, context.folder)
             if parts.critic is not None:
@@ -67,7 +68,7 @@ def run(context: StageContext) -> dict[str, float]:
 def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
     """The method."""
     sampler = PromptSampler(sorted(parts.tasks), context.spec.seed)
-    stats = _statistics(stage)
+    stats = statistics(stage)
     sampling = Sampling(stage.sampling.temperature, stage.sampling.max_new_tokens, context.spec.seed)
     remembered: dict[str, Stateful] = {"sampler": sampler, "stats": stats, **parts.remembered}
     done, before = resume(context, parts.checkpoints)
@@ -84,6 +85,8 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
         batch = policy_batch(scored, chosen, overlong=stage.overlong)
         values = None if parts.critic is None else parts.critic.values(batch)
         reference_BL = None if parts.reference is None else parts.reference.log_probs(batch)
+        gates.check_finite(step, batch, values, reference_BL)
+        gated = gates.start_gates(batch, values, reference_BL, stage.engine.precision) if step == 1 else {}
         given = credit(stage, batch, variance, values=values, penalty_BL=_penalty(parts, batch, reference_BL))
         advantages_BL = modulated(stage, batch, given.advantages_BL)
         taught = teach(stage, parts, batch, values, given.returns_BL)
@@ -96,10 +99,9 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
         report = StepReport(
             step, chosen, variance, counts, scored, batch, given.advantages_BL, advantages_BL, updated, weights
         )
-        context.metrics.write(
-            step, {**report.values(), **taught, **stats.metrics()},
-            report.timings(started, collected, time.perf_counter()),
-        )  # fmt: skip
+        metrics = {**report.values(), **taught, **gated, **stats.metrics()}
+        metrics.update(parts.alarms.observe(step, metrics))
+        context.metrics.write(step, metrics, report.timings(started, collected, time.perf_counter()))
         context.tables.append("allocations", report.allocation_rows())
         context.tables.append("samples", report.sample_rows())
         if step % TABLE_INTERVAL == 0 or step == stage.steps:
@@ -110,16 +112,6 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
 def _state(context: StageContext, step: int, remembered: Mapping[str, Stateful]) -> dict[str, Any]:
     """What the loop remembers between steps, besides models and optimizers."""
     return state(context, step, **{name: part.state_dict() for name, part in remembered.items()})
-
-
-def _statistics(stage: ReinforceStage) -> PromptStats:
-    strength = None if stage.critic is None else stage.critic.prior_strength
-    settings = stage.statistics
-    return (
-        PromptStats(settings.prior, settings.discount)
-        if strength is None
-        else PromptStats(settings.prior, settings.discount, critic_strength=strength)
-    )
 
 
 def prior_means(
@@ -174,13 +166,14 @@ def improve(
     Args:
         place: the run's seed and the step.
     """
-    if stage.critic is not None and place[1] <= stage.critic.warmup_steps:
+    warmup = 0 if stage.critic is None else stage.critic.warmup_steps
+    if place[1] <= warmup:
         return UpdateReport({}, 0.0)
     term = None if parts.reference is None else parts.reference.term
     objective = Objective(stage.loss, stage.entropy_method, term)
     return update(
         parts.actor, batch, advantages_BL, stage, parts.ranks,
-        objective=objective, seed=place, reference_BL=reference_BL,
+        objective=objective, seed=place, reference_BL=reference_BL, first=place[1] == warmup + 1,
     )  # fmt: skip
 
 

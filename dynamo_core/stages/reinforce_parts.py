@@ -9,11 +9,13 @@ from typing import Any, Protocol, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dynamo_core.algorithms.prompt_stats import PromptStats
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rewards.protocol import make_reward
 from dynamo_core.rollout.collector import Collector, PromptTask
 from dynamo_core.rollout.engine import RolloutEngine
 from dynamo_core.rollout.transformers_engine import TransformersEngine
+from dynamo_core.stages.alarms import Alarms
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.resume import checkpointer
 from dynamo_core.training.checkpoint import Checkpointer
@@ -40,6 +42,7 @@ class Parts:
     critic: ValueLearner | None
     reference: Reference | None
     checkpoints: Checkpointer
+    alarms: Alarms
 
     def publish(self, step: int) -> None:
         """Rollouts come from the weights after `step` from here on."""
@@ -50,7 +53,18 @@ class Parts:
     @property
     def remembered(self) -> dict[str, Stateful]:
         """What a checkpoint's state.json holds of them."""
-        return {} if self.reference is None else {"reference": self.reference}
+        found: dict[str, Stateful] = {"alarms": self.alarms}
+        return found if self.reference is None else {**found, "reference": self.reference}
+
+    def check_weights(self) -> None:
+        """Before models are saved.
+
+        Raises:
+            NumericalFailure: a weight is not finite.
+        """
+        self.actor.check_weights()
+        if self.critic is not None:
+            self.critic.engine.check_weights()
 
 
 class Stateful(Protocol):
@@ -102,7 +116,8 @@ def build(
     )
     saved = {"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine}
     checkpoints = checkpointer(context, stage.checkpoints, ranks, saved, steps=stage.steps)
-    return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints)
+    alarms = Alarms(0 if stage.critic is None else stage.critic.warmup_steps, quiet=not ranks.first)
+    return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints, alarms)
 
 
 def _unchanging(model: PreTrainedModel) -> Scorer:
@@ -110,6 +125,17 @@ def _unchanging(model: PreTrainedModel) -> Scorer:
     if has_adapters(model):
         return WithoutAdapters(TokenScorer(model))
     return TokenScorer(copy.deepcopy(model).eval().requires_grad_(False))
+
+
+def statistics(stage: ReinforceStage) -> PromptStats:
+    """The posterior of every prompt, empty."""
+    strength = None if stage.critic is None else stage.critic.prior_strength
+    settings = stage.statistics
+    return (
+        PromptStats(settings.prior, settings.discount)
+        if strength is None
+        else PromptStats(settings.prior, settings.discount, critic_strength=strength)
+    )
 
 
 def _critic(stage: ReinforceStage, ranks: Ranks, model: PreTrainedModel) -> ValueLearner | None:

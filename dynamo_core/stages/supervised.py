@@ -89,7 +89,9 @@ def fit(
             micro_batch_size=stage.micro_batch_size,
             seed=context.spec.seed,
             start=start,
+            prompt_ids=encoded.prompt_ids,
         )
+        engine.check_weights()
         with engine.gathered():
             if ranks.first:
                 publish(model, tokenizer, context.folder)

@@ -166,5 +166,5 @@ class ValueLearner:
         loss = losses.value_loss(
             values_BL, old_bL, returns_bL, weights_bL * float(picked.size > 0), clip=self.config.value_clip
         )
-        self.engine.accumulate(loss)
+        self.engine.accumulate(loss, {"value": loss}, batch.prompts_of(picked))
         return float(loss.detach())

@@ -6,6 +6,7 @@ Letters: B rows, L tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -92,21 +93,25 @@ class Objective:
         """False when a row without advantage has no gradient."""
         return self.loss.entropy_coefficient > 0 or self.kl is not None or isinstance(self.method, KlCov)
 
-    def __call__(self, log_prob_BL: torch.Tensor, entropy_BL: torch.Tensor, terms: TokenTerms) -> torch.Tensor:
-        """The weighted sum of all terms, scalar."""
-        total = _policy_loss(self.loss, log_prob_BL, terms)
+    def parts(self, log_prob_BL: torch.Tensor, entropy_BL: torch.Tensor, terms: TokenTerms) -> dict[str, torch.Tensor]:
+        """The terms by name, weighted, scalars."""
+        parts = {"policy": _policy_loss(self.loss, log_prob_BL, terms)}
         weights_BL, old_BL = terms.weights_BL, terms.old_log_prob_BL
         if self.loss.entropy_coefficient:
-            total = total + losses.entropy_bonus(entropy_BL, weights_BL, coefficient=self.loss.entropy_coefficient)
+            parts["entropy"] = losses.entropy_bonus(entropy_BL, weights_BL, coefficient=self.loss.entropy_coefficient)
         if isinstance(self.method, KlCov):
-            total = total + entropy_methods.kl_cov_penalty(
+            parts["kl_cov"] = entropy_methods.kl_cov_penalty(
                 log_prob_BL, old_BL, weights_BL, terms.penalised_BL, coefficient=self.method.coefficient
             )
         if self.kl is not None and terms.reference_BL is not None:
-            total = total + self.kl.coefficient * kl.loss(
+            parts["kl"] = self.kl.coefficient * kl.loss(
                 log_prob_BL, terms.reference_BL, weights_BL, kind=self.kl.kind, old_log_prob=old_BL
             )
-        return total
+        return parts
+
+    def __call__(self, log_prob_BL: torch.Tensor, entropy_BL: torch.Tensor, terms: TokenTerms) -> torch.Tensor:
+        """The sum of all terms, scalar."""
+        return reduce(torch.add, self.parts(log_prob_BL, entropy_BL, terms).values())
 
 
 def _policy_loss(loss: PolicyLoss, log_prob_BL: torch.Tensor, terms: TokenTerms) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.gates import ratio_gates
 from dynamo_core.training.objective import Objective, TokenTerms, clip_metrics, token_terms
 
 
@@ -34,6 +36,11 @@ class PolicyBatch:
     entropy_BL: torch.Tensor
     bracket_BL: torch.Tensor
     truncated_B: torch.Tensor  # bool: cut off at max_new_tokens
+    prompt_ids: Sequence[str] = ()  # of the step, by group; for messages
+
+    def prompts_of(self, rows: npt.NDArray[np.int64]) -> list[str]:
+        """The prompt ids of some rows."""
+        return [self.prompt_ids[int(group)] for group in self.group_B[rows]] if self.prompt_ids else []
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -77,19 +84,23 @@ def update(
     objective: Objective,
     seed: Sequence[int],
     reference_BL: torch.Tensor | None = None,
+    first: bool = False,
 ) -> UpdateReport:
-    """`stage.updates_per_step` optimizer steps on `batch`.
+    """`stage.updates_per_step` optimizer steps on `batch`, fewer where the policy moves past `stage.target_kl`.
 
     Args:
         objective: what is minimised.
         reference_BL: the reference's log-prob of each token, for a KL term in the loss.
         seed: numbers that name this step; for what is drawn at random (the tokens that Clip-Cov drops).
+        first: the policy's first update ever: its ratio gate must hold.
 
     Raises:
-        NumericalFailure: a non-finite loss or gradient.
+        NumericalFailure: a non-finite loss or gradient, or a gate that does not hold.
     """
     totals: dict[str, float] = {}
-    cells = real = 0
+    gates: dict[str, float] = {}
+    skipped = cells = real = 0
+    moved = False
     seeds = np.random.SeedSequence(list(seed)).generate_state(stage.updates_per_step).tolist()
     for part, rows in enumerate(mini_batches(batch, stage)):
         if not batch.mask_BL[rows].any():  # none of its rollouts could be scored or kept, which all ranks see alike
@@ -101,20 +112,35 @@ def update(
             has_weight_BL &= advantages_BL[rows] != 0
         active = rows[has_weight_BL.any(-1).numpy()]
         arrays = _Arrays(batch, terms, objective, tokens=int(batch.mask_BL[active].sum()))
-        sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS), 0.0)
+        sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS, *_OFF_POLICY), 0.0)
         lengths = batch.lengths[active].tolist()
         for chosen in micro_batches(lengths, stage.micro_batch_size, ranks.rank, ranks.world_size):
             picked = active[chosen]
             cells += _micro_step(engine, arrays, stage, picked, sums)
             real += int(batch.lengths[picked].sum())
-        done = engine.step(sums["policy/loss"])
         values = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
-        for name, value in {**values, "policy/grad_norm": done.grad_norm, "policy/lr": done.lr}.items():
+        off_by, off_by_log = (values.pop(name) for name in _OFF_POLICY)
+        if first and not gates and not moved and arrays.tokens:
+            gates = ratio_gates(off_by, off_by_log, stage.engine.precision, step=seed[-1])
+        done = engine.step(sums["policy/loss"])
+        moved |= done.update_rms > 0
+        values.update({"policy/grad_norm": done.grad_norm, "policy/lr": done.lr, "policy/update_rms": done.update_rms})
+        for name, value in values.items():
             totals[name] = totals.get(name, 0.0) + value / stage.updates_per_step
+        if stage.target_kl is not None and values["policy/approx_kl"] > stage.target_kl:
+            skipped = stage.updates_per_step - part - 1
+            break
+    if skipped:
+        taken = stage.updates_per_step - skipped
+        totals = {name: value * stage.updates_per_step / taken for name, value in totals.items()}
+    if stage.target_kl is not None:
+        totals["policy/skipped_updates"] = float(skipped)
     cells_all, real_all = ranks.sum([cells, real])
-    return UpdateReport(totals, 1 - real_all / cells_all if cells_all else 0.0)
+    return UpdateReport({**totals, **gates}, 1 - real_all / cells_all if cells_all else 0.0)
 
 
+_OFF_POLICY = ("off_by", "off_by_log")
+"""Token means of |ratio - 1| and |log ratio|."""
 _CLIP_METRICS = tuple(f"policy/{name}" for name in ("clipfrac", "dual_clipfrac", "ppo_kl", "approx_kl", "ratio"))
 
 
@@ -160,12 +186,16 @@ def _micro_step(
         terms = replace(terms, weights_BL=torch.zeros_like(terms.weights_BL))
     inputs = tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device)
     scores = engine.forward(*inputs, stage.sampling.temperature)
-    loss = arrays.objective(scores.log_prob_BL, scores.entropy_BL, terms)
-    engine.accumulate(loss)
+    parts = arrays.objective.parts(scores.log_prob_BL, scores.entropy_BL, terms)
+    loss = reduce(torch.add, parts.values())
+    engine.accumulate(loss, parts, arrays.batch.prompts_of(picked))
     if not picked.size:
         return 0
     token_mean_BL = (arrays.batch.mask_BL[rows, :width] / arrays.tokens).to(device)
     metrics = clip_metrics(stage.loss, scores.log_prob_BL.detach(), terms, token_mean_BL)
+    log_ratio_BL = (scores.log_prob_BL.detach() - terms.old_log_prob_BL) * (token_mean_BL != 0)
+    sums["off_by"] += float((token_mean_BL * log_ratio_BL.expm1().abs()).sum())
+    sums["off_by_log"] += float((token_mean_BL * log_ratio_BL.abs()).sum())
     sums["policy/loss"] += float(loss.detach())
     for name in _CLIP_METRICS:
         sums[name] += float(metrics[name.removeprefix("policy/")])

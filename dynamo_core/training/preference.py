@@ -93,6 +93,7 @@ def encode_pairs(
             encoded.too_long.append(pair.prompt_id)
         else:
             encoded.rows.append(TokenPair(chosen, rejected))
+            encoded.prompt_ids.append(pair.prompt_id)
     if not encoded.rows:
         raise DataError(f"all {len(pairs)} preference pairs are longer than max_length {max_length} tokens")
     return encoded

@@ -154,6 +154,8 @@ class EncodedRows(Generic[Row]):
 
     rows: list[Row] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
+    prompt_ids: list[str] = field(default_factory=list)
+    """Of `rows`."""
 
 
 def encode_rows(
@@ -171,6 +173,7 @@ def encode_rows(
             encoded.too_long.append(demonstration.prompt_id)
         else:
             encoded.rows.append(TokenRow(tuple(row.token_ids), tuple(row.loss_mask)))
+            encoded.prompt_ids.append(demonstration.prompt_id)
     if not encoded.rows:
         raise DataError(f"all {len(demonstrations)} demonstrations are longer than max_length {max_length} tokens")
     return encoded
@@ -189,12 +192,14 @@ def train(
     micro_batch_size: int,
     seed: int,
     start: int = 0,
+    prompt_ids: Sequence[str] = (),
 ) -> None:
     """`steps` optimizer steps over length-bucketed batches of `rows`.
 
     Args:
         parts: metric names of what the engine's module returns after the loss.
         start: steps that were already taken, by an earlier process.
+        prompt_ids: of `rows`, for messages.
     """
     generator = np.random.Generator(np.random.Philox(seed))
     lengths = np.array([collation.length(row) for row in rows])
@@ -204,10 +209,12 @@ def train(
         denominator = sum(collation.count(rows[index]) for index in batch)
         totals = torch.zeros(1 + len(parts), dtype=torch.float64)
         for chosen in micro_batches(lengths[batch].tolist(), micro_batch_size, ranks.rank, ranks.world_size):
-            picked = [rows[index] for index in batch[chosen]]
+            picked = [batch[place] for place in chosen]
+            names = [prompt_ids[index] for index in picked] if prompt_ids else []
+            used = [rows[index] for index in picked or batch[:1]]
             # A rank without rows of its own computes one for nothing, to keep collectives symmetric.
-            inputs = collation.inputs(picked, denominator) if picked else collation.inputs([rows[batch[0]]], math.inf)
-            totals += _micro_step(engine, inputs)
+            inputs = collation.inputs(used, denominator if picked else math.inf)
+            totals += _micro_step(engine, inputs, parts, names)
         done = engine.step(float(totals[0]))
         values = dict(zip(("train/loss", *parts), ranks.sum(totals.tolist()), strict=True))
         seconds = time.perf_counter() - started
@@ -218,8 +225,10 @@ def train(
         )
 
 
-def _micro_step(engine: TrainingEngine, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _micro_step(
+    engine: TrainingEngine, inputs: Sequence[torch.Tensor], parts: Sequence[str], prompt_ids: Sequence[str]
+) -> torch.Tensor:
     """Forward and backward of one micro-batch: (loss, *parts)."""
-    loss, *parts = engine.forward(*(tensor.to(engine.device) for tensor in inputs))
-    engine.accumulate(loss)
-    return torch.tensor([float(loss.detach()), *(float(part) for part in parts)], dtype=torch.float64)
+    loss, *values = engine.forward(*(tensor.to(engine.device) for tensor in inputs))
+    engine.accumulate(loss, {"loss": loss, **dict(zip(parts, values, strict=True))}, prompt_ids)
+    return torch.tensor([float(loss.detach()), *(float(value) for value in values)], dtype=torch.float64)

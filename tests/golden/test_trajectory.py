@@ -12,7 +12,11 @@ from tests.golden import trajectory
 
 
 def compare(found, expected):
-    """Bitwise on the recording processor and torch, else within 1e-9."""
+    """Bitwise on the recording processor and torch, else within 1e-9. Metrics newer than the record are left out."""
+    known = [
+        {name: ours[name] for name in theirs} for ours, theirs in zip(found["steps"], expected["steps"], strict=True)
+    ]
+    found = {**found, "steps": known}
     if found["fingerprint"] == expected["fingerprint"]:
         assert found == expected
         return

@@ -125,7 +125,7 @@ def test_the_learning_rate_follows_its_schedule():
     assert [line["train/lr"] for line in trained(8)[0]] == pytest.approx([1e-3, 1e-3, 5e-4])
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_number_that_is_not_finite_stops_the_run(zero_stage):
     with distributed.start(Resources(), always_group=True) as ranks:
         model = tiny_model(tiny_tokenizer())
@@ -136,13 +136,46 @@ def test_a_number_that_is_not_finite_stops_the_run(zero_stage):
         before = model.lm_head.weight.detach().clone()
         batch = pad_rows(rows(2))
         value, _ = engine.forward(batch.token_ids_BL, batch.target_mask_BL, batch.target_mask_BL * float("inf"))
-        engine.accumulate(value)
-        with pytest.raises(NumericalFailure, match="optimizer step 1"):
+        engine.accumulate(value, prompt_ids=[f"row {index}" for index in range(8)])
+        said = "the loss is nan at optimizer step 1, in a micro-batch of prompts 'row 0', .*'row 4' and 3 more"
+        with pytest.raises(NumericalFailure, match=said):
             engine.step(float(value))
-        if not zero_stage:
-            with pytest.raises(NumericalFailure, match="gradient norm"):
-                engine.step(0.0)
         assert torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "float32"), (1, "float32"), (1, "bfloat16")])
+def test_a_sum_over_ranks_that_is_not_finite_moves_nothing(zero_stage, precision):
+    """No backward pass brought it: only the norm can tell."""
+    with distributed.start(Resources(), always_group=True) as ranks:
+        model = tiny_model(tiny_tokenizer()).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+        settings = Engine(zero_stage=zero_stage, precision=precision)
+        engine = TrainingEngine(
+            NextTokenLoss(model), ranks, optimizer=Optimizer(lr=1e-3), engine=settings, total_steps=2
+        )
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        batch = pad_rows(rows(2))
+        value, _ = engine.forward(batch.token_ids_BL, batch.target_mask_BL, batch.target_mask_BL.float())
+        engine.accumulate(value, prompt_ids=["a", "b"])
+        model.lm_head.weight.grad[0, 0] = torch.inf
+        with pytest.raises(NumericalFailure, match=r"the gradient norm is inf at optimizer step 1, .* 'a', 'b'"):
+            engine.step(float(value))
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path):
+    with distributed.start(Resources(), always_group=True) as ranks:
+        model = tiny_model(tiny_tokenizer())
+        engine = TrainingEngine(
+            NextTokenLoss(model), ranks, optimizer=Optimizer(lr=1e-3), engine=Engine(), total_steps=2
+        )
+        engine.check_weights()
+        with torch.no_grad():
+            model.model.norm.weight[3] = torch.nan
+        with pytest.raises(
+            NumericalFailure, match=r"weight 'model\.model\.norm\.weight' is not finite after optimizer step 0"
+        ):
+            engine.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_that_are_too_long_are_named_and_all_of_them_is_an_error():

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ from torch import nn
 from dynamo_core.algorithms.schedules import factor
 from dynamo_core.config.base import Engine as EngineConfig
 from dynamo_core.config.base import Optimizer as OptimizerConfig
-from dynamo_core.errors import NumericalFailure
 from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.guard import Guard, check_weights
 
 
 def _load_deepspeed(device: torch.device) -> Any:
@@ -44,6 +44,8 @@ def _load_deepspeed(device: torch.device) -> Any:
 _TAG = "engine"
 PERSISTENT_ELEMENTS = 10_000
 """ZeRO 3 keeps parameters up to this size whole: gathering them costs more than it saves."""
+_PROBED: Final = 1024
+"""Entries of each parameter that are looked at to see whether it moves."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class StepReport:
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
+    update_rms: float
+    """Root mean square of what weights moved by, over some entries of every parameter."""
 
 
 class TrainingEngine:
@@ -80,13 +84,14 @@ class TrainingEngine:
         self.device = ranks.device
         module.train()  # every dropout is 0; gradient checkpointing only works in this mode
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        torch_optimizer = (optimizer_class or self._adamw)(parameters)
+        self._guard = Guard(module, ranks)
+        self._inner = (optimizer_class or self._adamw)(parameters)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, message=".*collective.*|.*is deprecated.*")
             deepspeed = _load_deepspeed(ranks.device)
             deepspeed.init_distributed(dist_backend="nccl" if ranks.device.type == "cuda" else "gloo", verbose=False)
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=module, optimizer=torch_optimizer, config=self._deepspeed_config(engine)
+                model=module, optimizer=self._inner, config=self._deepspeed_config(engine)
             )
         if engine.zero_stage == 3:
             self._register_external_parameters()
@@ -168,12 +173,19 @@ class TrainingEngine:
         """Call the module with DeepSpeed's hooks in place."""
         return self._engine(*args, **kwargs)
 
-    def accumulate(self, loss: torch.Tensor) -> None:
+    def accumulate(
+        self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor] | None = None, prompt_ids: Sequence[str] = ()
+    ) -> None:
         """Backward pass of one micro-batch's share of the loss.
 
         DeepSpeed averages gradients over ranks; multiplying by their number makes that a sum.
+
+        Args:
+            terms: the parts of the loss by name, and
+            prompt_ids: of the rows: named if something of this pass is not finite.
         """
         self._engine.backward(loss * self._ranks.world_size, scale_wrt_gas=False)
+        self._guard.observe({"loss": loss} if terms is None else terms, prompt_ids)
 
     def step(self, loss: float) -> StepReport:
         """Reduce over ranks, check, clip and update.
@@ -182,23 +194,47 @@ class TrainingEngine:
             loss: this step's loss on this rank, already read; it is checked on all ranks before anything moves.
 
         Raises:
-            NumericalFailure: a non-finite loss or gradient, on all ranks alike.
+            NumericalFailure: a non-finite loss, gradient or weight, on all ranks alike. Of the first two, no weight
+                has moved.
         """
         step = self._steps + 1
-        (total,) = self._ranks.sum([loss])
-        if not math.isfinite(total):
-            raise NumericalFailure(f"the loss is {total} at optimizer step {step}", "lower optimizer.lr", step)
+        self._guard.check(loss, step)
         lr = self._config.lr * factor(
             self._config.schedule, self._steps, total=self._total_steps, warmup=self._config.warmup_steps
         )
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        before = self._probe()
         norm = self._update(step)
+        moved = float((self._probe() - before).square().mean().sqrt())
         self._steps = step
-        return StepReport(grad_norm=norm, lr=lr)
+        self._guard.step_is_over()
+        if not math.isfinite(moved):
+            self.check_weights()
+        return StepReport(grad_norm=norm, lr=lr, update_rms=moved)
+
+    @torch.no_grad()
+    def _probe(self) -> torch.Tensor:
+        """Some entries of every parameter that trains, evenly spread; of this rank's shards under ZeRO 3."""
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        flat = [getattr(parameter, "ds_tensor", parameter).detach().reshape(-1) for parameter in trained]
+        return torch.cat([values[:: max(1, len(values) // _PROBED)] for values in flat]).float()
+
+    def check_weights(self) -> None:
+        """Called before anything is saved.
+
+        Raises:
+            NumericalFailure: a weight is not finite, on all ranks alike.
+        """
+        with self.gathered():
+            check_weights(self.module, self._ranks, self._steps)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of trained weights and optimizer; frozen weights are where they came from."""
+        """Write this rank's part of trained weights and optimizer, if all is finite.
+
+        Frozen weights are where they came from.
+        """
+        self.check_weights()
         self._engine.save_checkpoint(
             str(folder), tag=_TAG, client_state={"steps": self._steps}, save_latest=False,
             exclude_frozen_parameters=True,
@@ -211,27 +247,23 @@ class TrainingEngine:
         self._steps = client["steps"]
 
     def _update(self, step: int) -> float:
-        if self._zero:
-            self._engine.step()
-            norm = float(self._engine.get_global_grad_norm())
-            _check_norm(norm, step)
-            return norm
+        """Take the step; returns the gradient norm, which was finite before a weight moved."""
         norms: list[float] = []
 
-        def clip(*_: object) -> None:
-            parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-            norms.append(float(nn.utils.clip_grad_norm_(parameters, self._config.grad_clip, foreach=False)))
-            _check_norm(norms[0], step)
+        def look(*_: object) -> None:
+            """Runs after gradients are summed over ranks and before the optimizer touches a weight."""
+            if self._zero:  # it clips by itself
+                norms.append(float(self._engine.optimizer._global_grad_norm))
+            else:
+                parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+                norms.append(float(nn.utils.clip_grad_norm_(parameters, self._config.grad_clip, foreach=False)))
+            self._guard.check_norm(norms[-1], step)
 
-        # Runs after DeepSpeed has summed gradients over ranks and before the optimizer touches a weight.
-        hook = self._optimizer.register_step_pre_hook(clip)
+        hook = self._inner.register_step_pre_hook(look)
         try:
             self._engine.step()
         finally:
             hook.remove()
+        if not norms:  # ZeRO in float32 passes over a step whose norm is not finite
+            self._guard.check_norm(float(self._engine.get_global_grad_norm()), step)
         return norms[0]
-
-
-def _check_norm(norm: float, step: int) -> None:
-    if not math.isfinite(norm):
-        raise NumericalFailure(f"the gradient norm is {norm} at optimizer step {step}", "lower optimizer.lr", step)

@@ -22,7 +22,7 @@ _RESULTS = _ROOT / "var" / "mutation" / "results.jsonl"
 
 def _job(mutant: mutants.Mutant) -> forked.Job:
     module = f"dynamo_core.algorithms.{mutant.path.stem}"
-    tests = tuple(selection.tests_of(module, _PARITY, _ROOT))
+    tests = selection.tests_of(module, _PARITY, _ROOT)
     return forked.Job(mutant.name, module, mutant.path, mutant.source(), tests)
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 40.0
+# It measures seconds: on a busy machine it would kill mutants that it should not.
+_TIMED = "tests/parity/test_allocation.py::test_a_million_prompts_in_a_second"
 _MEMORY_BYTES = 6 << 30  # above what is mapped at the fork: a mutant may ask for 2**64 prompts
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 
@@ -116,4 +118,5 @@ def _run(job: Job) -> int:
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
     sys.meta_path.insert(0, _Finder(job))
-    return int(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *job.tests]))
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"--deselect={_TIMED}"]
+    return int(pytest.main([*options, *job.tests]))

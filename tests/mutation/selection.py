@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 _SLOW = ("test_allocation.py", "test_allocation_properties.py")
 
 
-def tests_of(module: str, tests: Path, root: Path) -> list[str]:
+@functools.cache
+def tests_of(module: str, tests: Path, root: Path) -> tuple[str, ...]:
     """Files of the folder `tests` that reach `module`: those that import it first, then by cost."""
     direct = {path: set(_imports(path)) for path in sorted(tests.glob("test_*.py"))}
     # One file finds its modules by name while it runs.
@@ -18,7 +20,7 @@ def tests_of(module: str, tests: Path, root: Path) -> list[str]:
     }
     chosen = [path for path, names in reached.items() if module in names]
     chosen.sort(key=lambda path: (module not in direct[path], path.name in _SLOW, path.name))
-    return [str(path) for path in [*chosen, tests / "test_public_names.py"]]
+    return tuple(str(path) for path in [*chosen, tests / "test_public_names.py"])
 
 
 def _closure(names: set[str], root: Path) -> set[str]:

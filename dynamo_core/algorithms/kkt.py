@@ -21,7 +21,6 @@ from dynamo_core.algorithms.checks import (
     choice,
     fail,
     non_negative_array,
-    number,
     require,
     whole,
 )
@@ -88,8 +87,8 @@ def _theta(s: FloatArray, q: FloatArray, budget: float, low: float, high: float)
     order = np.argsort(theta_2N, kind="stable")
     theta_2N = theta_2N[order]
     slope_2N = np.cumsum(np.concatenate([q * s, -q * s])[order])
-    spent_2N = low * q.sum() + np.concatenate([[0.0], np.cumsum(slope_2N[:-1] * np.diff(theta_2N))])
-    right = int(np.clip(np.searchsorted(spent_2N, budget), 1, theta_2N.size - 1))
+    spent = low * q.sum() + np.cumsum(slope_2N[:-1] * np.diff(theta_2N))  # from the second on
+    right = min(int(np.searchsorted(spent, budget)) + 1, theta_2N.size - 1)
     middle = 0.5 * (theta_2N[right - 1] + theta_2N[right])
     active = (enter < middle) & (middle < leave)
     if not active.any():
@@ -124,7 +123,6 @@ def continuous(
     c = weighted_variance(variance, weight)
     q = cost_array(cost, c.size)
     shift = SHIFTS[choice("objective", objective, SHIFTS)]
-    number("budget", budget, 0)
     check_bounds(budget, n_low, n_high, q)
     require(n_low > shift, "n_low", n_low, f"at least {shift + 1} for objective '{objective}'")
     positive = c > 0

@@ -131,8 +131,9 @@ def continuous(
     saturated = n_high * float(q[positive].sum()) + n_low * float(q[~positive].sum())
     if budget >= saturated:
         n[positive] = n_high
-        n[~positive] = (budget - n_high * q[positive].sum()) / max(q[~positive].sum(), 1e-300)
-        n = np.clip(n, n_low, n_high)
+        if not positive.all():
+            each = (budget - n_high * q[positive].sum()) / q[~positive].sum()
+            n[~positive] = np.clip(each, n_low, n_high)
     elif budget == n_low * float(q.sum()):
         theta = 0.0
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import numpy as np
@@ -82,3 +83,26 @@ def test_a_sample_of_many_prompts_leaves_two_passes_over_all(effort: Effort, obj
             assert set(passes[:-2]) == {size // 4}  # every fourth prompt
             assert len(passes) < 25
             assert ranked <= 2 * size
+
+
+@pytest.mark.parametrize("objective", ["neyman", "rloo", "drgrpo"])
+def test_unequal_costs_leave_few_units_to_the_heap(
+    effort: Effort, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pops, pop = [0], heapq.heappop
+
+    def counting(heap: list[Any]) -> Any:
+        pops[0] += 1
+        return pop(heap)
+
+    monkeypatch.setattr(heapq, "heappop", counting)
+    counts = []
+    for seed in range(24):
+        cost = np.random.default_rng(seed).uniform(1, 5, 300)
+        c, total = _variances(seed, 300), float(cost.sum())
+        pops[0] = 0
+        passes, _ = effort.of(c, (10 + seed) * total, 3, 64, objective=objective, cost=cost)
+        assert pops[0] < 5 * 64  # at most 64 units of the largest cost are undecided
+        counts.append(len(passes))
+        assert effort.of(c, 64 * total, 3, 64, objective=objective, cost=cost)[0] == []
+    assert np.mean(counts) < 9

@@ -17,6 +17,7 @@ SIZE, TARGET = 400, 0.90
 EXAMPLES = "25"  # of each property; derandomised
 _ROOT = Path(__file__).parents[2]
 _ALGORITHMS, _PARITY = _ROOT / "dynamo_core" / "algorithms", _ROOT / "tests" / "parity"
+_EXPLAINED = Path(__file__).with_name("SURVIVORS.md")
 _RESULTS = _ROOT / "var" / "mutation" / "results.jsonl"
 
 
@@ -56,6 +57,23 @@ def _table(chosen: list[mutants.Mutant], outcomes: dict[str, str]) -> None:
         print(f"{path.name:24s} {count[forked.KILLED]:7d} {count[forked.TIMEOUT]:8d} {count[forked.SURVIVED]:9d}")
 
 
+def _report(chosen: list[mutants.Mutant], outcomes: dict[str, str], in_all: int) -> bool:
+    """Print survivors, table and summary; whether the target is met."""
+    survivors = [mutant for mutant in chosen if outcomes[mutant.name] == forked.SURVIVED]
+    explained = _EXPLAINED.read_text(encoding="utf-8")
+    new = [mutant for mutant in survivors if f"`{mutant.name}`" not in explained]
+    for mutant in survivors:
+        print(f"\nsurvived{', not explained' if mutant in new else ''}: {mutant.name}\n{mutant.change()}")
+    _table(chosen, outcomes)
+    killed, timeouts = len(chosen) - len(survivors), Counter(outcomes.values())[forked.TIMEOUT]
+    print(
+        f"mutation: {killed} of {len(chosen)} mutants killed ({killed / len(chosen):.1%}), of these {timeouts} by"
+        f" timeout; {len(survivors)} survived, {len(new)} of them not explained; {in_all} mutants in all;"
+        f" target {TARGET:.0%}"
+    )
+    return killed >= TARGET * len(chosen)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 below the target")
@@ -72,19 +90,8 @@ def main() -> int:
     if not _unchanged_passes(jobs):
         print("mutation: the parity tests fail on the unchanged code")
         return 1
-    outcomes = _outcomes(jobs, options.jobs)
-    survivors = [mutant for mutant in chosen if outcomes[mutant.name] == forked.SURVIVED]
-    for mutant in survivors:
-        print(f"\nsurvived: {mutant.name}\n{mutant.change()}")
-    _table(chosen, outcomes)
-    count = Counter(outcomes.values())
-    killed = len(chosen) - len(survivors)
-    print(
-        f"mutation: {killed} of {len(chosen)} mutants killed ({killed / len(chosen):.1%}), of these"
-        f" {count[forked.TIMEOUT]} by timeout; {len(survivors)} survived; {len(everything)} mutants in all;"
-        f" target {TARGET:.0%}"
-    )
-    return int(options.check and killed < TARGET * len(chosen))
+    met = _report(chosen, _outcomes(jobs, options.jobs), len(everything))
+    return int(options.check and not met)
 
 
 if __name__ == "__main__":

@@ -106,3 +106,13 @@ def test_unequal_costs_leave_few_units_to_the_heap(
         counts.append(len(passes))
         assert effort.of(c, 64 * total, 3, 64, objective=objective, cost=cost)[0] == []
     assert np.mean(counts) < 9
+
+
+def test_a_sample_helps_under_unequal_costs_too(effort: Effort) -> None:
+    size, over_all = 40_000, []
+    for seed in range(5):
+        cost = np.random.default_rng(seed).uniform(1, 5, size)
+        passes, _ = effort.of(_variances(seed, size), 12 * float(cost.sum()), 3, 64, cost=cost)
+        assert 0 < passes.count(size // 4) < 12
+        over_all.append(passes.count(size))
+    assert np.mean(over_all) < 8

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.mutation import counted
 
@@ -106,10 +107,17 @@ def _of_file(path: Path) -> Iterator[Mutant]:
     source, nodes = counted.read(text), list(ast_nodes(get_ast(text)))
     for operator, make in operators.items():
         change, seen = make(), Counter[str]()
-        positions = (start for node in nodes for start, _ in change.mutation_positions(node))
-        for occurrence, start in enumerate(positions):
-            if source.counts(start):
-                function = source.function(start[0])
-                name = f"{path.stem}.{function} {operator} {seen[function]}"
-                seen[function] += 1
+        positions = ((start, node) for node in nodes for start, _ in change.mutation_positions(node))
+        for occurrence, (start, node) in enumerate(positions):
+            if not source.counts(start):
+                continue
+            function = source.function(start[0])
+            name = f"{path.stem}.{function} {operator} {seen[function]}"
+            seen[function] += 1
+            if not _bare_star(node):
                 yield Mutant(name, path, operator, occurrence)
+
+
+def _bare_star(node: Any) -> bool:
+    """The `*` before keyword-only parameters, which cosmic-ray takes for a product."""
+    return bool(node.type == "operator" and node.value == "*" and node.parent.type in ("param", "parameters"))

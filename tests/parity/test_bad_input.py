@@ -137,6 +137,7 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     # statistics
     ("k above G", lambda: posterior_variance([1, 5], [2, 4]), r"k is 5.0; .*\[0, G\], G = 4"),
     ("G nan", lambda: unbiased_variance(1, NAN), r"G is nan"),
+    ("G negative", lambda: unbiased_variance(0, -1), r"G is -1.0; .*finite and >= 0"),
     ("k negative", lambda: official_rank(-1, 4), r"k is -1"),
     ("prior zero", lambda: posterior_variance(1, 2, (0, 1)), r"prior is \(0, 1\); .*positive"),
     ("prior one", lambda: PromptStats(prior=(1.0,)), r"prior is \(1.0,\)"),

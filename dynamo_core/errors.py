@@ -5,6 +5,7 @@
       DataError           (2)   rows that cannot be used
       ResourceExhausted   (3)   out of memory or disk
       NumericalFailure    (4)   a non-finite loss, gradient, reward or weight
+      StagePaused        (75)   its time is over; the next run goes on from its checkpoint
       StageCrashed        (1)   a stage process died without saying why
     AlgorithmError              an argument of a pure function is out of range (a ValueError)
 
@@ -54,6 +55,12 @@ class NumericalFailure(DynamoError):
     """A non-finite number stopped training; nothing of the run's model is saved."""
 
     exit_code = 4
+
+
+class StagePaused(DynamoError):
+    """A stage saved a checkpoint and stopped by itself; another run continues it."""
+
+    exit_code = 75
 
 
 class StageCrashed(DynamoError):

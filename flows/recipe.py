@@ -8,7 +8,7 @@ from typing import Any, Final
 from prefect import flow
 
 from dynamo_core.config.load import dump_recipe, parse_recipe
-from dynamo_core.stages.manifest import write_atomically
+from dynamo_core.files import write_atomically
 from flows.servers import tracking_target
 from tasks.cache import StageReference, stage_key
 from tasks.distill import distill

@@ -21,7 +21,7 @@ import psutil
 
 from dynamo_core.config.base import Frozen
 from dynamo_core.errors import DynamoError, RecipeError
-from dynamo_core.stages.manifest import write_atomically
+from dynamo_core.files import write_atomically
 from tasks.outbox import TrackingTarget
 from tasks.processes import ProcessTree
 from tasks.store import Store

@@ -25,7 +25,8 @@ from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stages import PrepareDataStage, Stage
 from dynamo_core.errors import RecipeError
-from dynamo_core.stages.manifest import MANIFEST, Manifest, file_digest, find_damage, read_manifest, write_atomically
+from dynamo_core.files import file_digest, find_damage, write_atomically
+from dynamo_core.stages.manifest import MANIFEST, Manifest, read_manifest
 from tasks.code import code_digest
 from tasks.store import Store
 
@@ -72,6 +73,7 @@ def _result_config(stage: Stage) -> dict[str, Any]:
     """The part of a stage's configuration that can change its result; outside files by content, not by path."""
     config = stage.model_dump(mode="json", exclude={*_REFERENCES})
     config["resources"].pop("timeout_minutes")
+    config.pop("checkpoints", None)
     if isinstance(stage, PrepareDataStage):
         config.pop("resources")  # one process, no arithmetic that depends on threads
         if isinstance(stage.source, MessagesSource):
@@ -147,7 +149,7 @@ def look_up(store: Store, name: str, key: str) -> Hit | Miss:
     miss = Miss("never run" if read_reference(store, key) is None else "damaged: its folder is gone")
     for folder in [own, *(other for other in store.stage_folders(key) if other != own)]:
         manifest = read_manifest(folder)
-        damage = None if manifest is None else find_damage(folder, manifest)
+        damage = None if manifest is None else find_damage(folder, manifest.files)
         if manifest is not None and manifest.key == key:
             if damage is None:
                 return Hit(folder, manifest)

@@ -17,9 +17,9 @@ from dynamo_core.config.base import Resources
 from dynamo_core.config.spec import StageSpec
 from dynamo_core.config.stage_base import BaseStage
 from dynamo_core.config.stages import PrepareDataStage, Stage
-from dynamo_core.errors import DynamoError, NumericalFailure, RecipeError, ResourceExhausted, StageCrashed
-from dynamo_core.stages import KEPT
-from dynamo_core.stages.manifest import Manifest, read_manifest
+from dynamo_core.errors import DynamoError, NumericalFailure, RecipeError, ResourceExhausted, StageCrashed, StagePaused
+from dynamo_core.stages import KEPT, RESUMED
+from dynamo_core.stages.manifest import CHECKPOINTS, Manifest, read_manifest
 from tasks.code import ROOT
 from tasks.processes import ProcessTree
 
@@ -27,7 +27,12 @@ GRACE_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.2
 _NOTE_SECONDS: Final = 2.0
 _LAUNCHER_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_BY_CODE: Final[dict[int, type[DynamoError]]] = {2: RecipeError, 3: ResourceExhausted, 4: NumericalFailure}
+_BY_CODE: Final[dict[int, type[DynamoError]]] = {
+    2: RecipeError,
+    3: ResourceExhausted,
+    4: NumericalFailure,
+    75: StagePaused,
+}
 _RANK_PREFIX: Final = re.compile(r"^\[rank\d+\]:\s*")
 _EXCEPTION: Final = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Failure|Iteration)\b")
 _CHAINED: Final = ("During handling of the above exception", "The above exception was the direct cause")
@@ -81,10 +86,11 @@ def run_stage_process(folder: Path, spec: StageSpec, watch: Callable[[], None]) 
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an unfinished attempt left; its log stays and grows."""
+    """Remove what an unfinished attempt left, but its log, and its checkpoints with what belongs to them."""
     folder.mkdir(parents=True, exist_ok=True)
+    kept = KEPT | RESUMED if (folder / CHECKPOINTS).is_dir() else KEPT
     for path in folder.iterdir():
-        if path.name in KEPT:
+        if path.name in kept:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -14,11 +14,16 @@ Shapes: ... any leading axes (tokens), V vocabulary, C a chunk of it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from dynamo_core.algorithms.checks import at_least_float32, fail, whole, zero_outside
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+LOWEST: Final = -1e4  # its exp is exactly 0, in float64 too: impossible tokens add nothing, not -inf * 0
+
+_CACHED: Final = 1 << 19  # logits worked on at once: 2 MiB in float32, with as much scratch
 
 
 class TokenStatistics(NamedTuple):
@@ -41,9 +46,14 @@ class _State(NamedTuple):
 
 
 class LogitSums:
-    """The four sums, fed with one vocabulary chunk after another; differentiable in the logits."""
+    """The four sums, fed with one vocabulary chunk after another.
 
-    def __init__(self) -> None:
+    Differentiable in the logits, unless `overwrite`: then `update` works in the logits' own memory,
+    a few rows at a time so that they stay in the processor's cache.
+    """
+
+    def __init__(self, *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
         self._state: _State | None = None
 
     def update(self, logits_C: torch.Tensor) -> None:
@@ -54,13 +64,23 @@ class LogitSums:
             maximum = torch.maximum(maximum, self._state.maximum)
         # a maximum of -inf (nothing possible so far) must not turn u into NaN
         safe = zero_outside(maximum != -torch.inf, maximum)
-        u = z - safe.unsqueeze(-1)
-        possible = u != -torch.inf
-        u = zero_outside(possible, u)
-        e = zero_outside(possible, u.exp())
-        eu = e * u
-        new = _State(maximum, e.sum(-1), eu.sum(-1), (e * e).sum(-1), (e * eu).sum(-1))
+        sums = _sums_in_place(z, safe) if self._overwrite else _sums(z, safe)
+        new = _State(maximum, *sums)
         self._state = new if self._state is None else _merged(self._state, new, safe)
+
+    def log_normaliser(self) -> torch.Tensor:
+        """log sum exp of all logits, [...].
+
+        Raises:
+            AlgorithmError: no chunk was added.
+        """
+        state = self._added()
+        return state.maximum + state.s.log()
+
+    def _added(self) -> _State:
+        if self._state is None:
+            fail("LogitSums", "empty", "updated with at least one chunk")
+        return self._state
 
     def statistics(self, action_logit: torch.Tensor) -> TokenStatistics:
         """The statistics, given the logit z_a of the token that was taken, [...].
@@ -68,9 +88,7 @@ class LogitSums:
         Raises:
             AlgorithmError: no chunk was added.
         """
-        if self._state is None:
-            fail("LogitSums", "empty", "updated with at least one chunk")
-        maximum, s, su, q, qu = self._state
+        maximum, s, su, q, qu = self._added()
         u_a = at_least_float32(action_logit) - maximum
         log_s, mean_u = s.log(), su / s
         log_prob = u_a - log_s
@@ -78,6 +96,37 @@ class LogitSums:
         pi_lambda = torch.where(p_a > 0, p_a * (u_a - mean_u), torch.zeros_like(p_a))
         expectation = (qu - mean_u * q) / (s * s)
         return TokenStatistics(log_prob, log_s - mean_u, pi_lambda - expectation, pi_lambda)
+
+
+def _sums(z: torch.Tensor, maximum: torch.Tensor) -> Sums:
+    """(S, S_u, Q, Q_u) of logits z [..., C] relative to `maximum` [...]."""
+    u = (z - maximum.unsqueeze(-1)).clamp(min=LOWEST)
+    e = u.exp()
+    eu = e * u
+    return e.sum(-1), eu.sum(-1), (e * e).sum(-1), (e * eu).sum(-1)
+
+
+def row_blocks(rows: int, columns: int) -> list[slice]:
+    """Slices of so few rows that several passes over them stay in the processor's cache."""
+    step = max(1, _CACHED // max(columns, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _sums_in_place(z: torch.Tensor, maximum: torch.Tensor) -> Sums:
+    """`_sums` in the memory of the logits."""
+    rows = z.view(-1, z.shape[-1])
+    sums = z.new_empty(4, len(rows))
+    scratch = torch.empty_like(rows[: max(1, _CACHED // max(z.shape[-1], 1))])
+    for block in row_blocks(*rows.shape):
+        out = sums[:, block]
+        u = rows[block].sub_(maximum.view(-1, 1)[block]).clamp_(min=LOWEST)
+        e = torch.exp(u, out=scratch[: len(u)])
+        torch.sum(e, -1, out=out[0])
+        torch.sum(u.mul_(e), -1, out=out[1])
+        torch.sum(u.mul_(e), -1, out=out[3])
+        torch.sum(e.mul_(e), -1, out=out[2])
+    s, su, q, qu = sums.view(4, *maximum.shape)
+    return s, su, q, qu
 
 
 def _merged(old: _State, new: _State, maximum: torch.Tensor) -> _State:

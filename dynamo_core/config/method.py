@@ -6,7 +6,15 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dynamo_core.config.base import Frozen, NonNegativeFloat, PositiveFloat, Share
+from dynamo_core.config.base import (
+    Frozen,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Optimizer,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
@@ -18,6 +26,7 @@ LEAST_GROUP: Final = {
     "reinforce_pp": 1,
     "w_reinforce": 1,
     "nsr": 1,
+    "gae": 1,
 }
 """Fewest rollouts a prompt that an estimator works with: those that compare siblings need two."""
 LEAST_OBJECTIVE: Final = {"neyman": 1, "rloo": 2, "drgrpo": 3}
@@ -131,3 +140,32 @@ class ForkTokens(Frozen):
 
 
 EntropyMethod = Annotated[ClipCov | KlCov | EntropyAdvantage | ForkTokens, Field(discriminator="type")]
+
+
+class Critic(Frozen):
+    """A value model of its own: for estimator `gae`, and as a prior for prompts that were never tried."""
+
+    optimizer: Optimizer
+    warmup_steps: NonNegativeInt = 0
+    """First rollout steps in which the critic learns and the policy waits."""
+    value_clip: PositiveFloat | None = None
+    """Largest change of a value that its loss rewards within a step."""
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    """GAE's lambda; below 1 the critic's bias enters the advantages."""
+    whiten: Literal["none", "tokens", "prompts"] = "none"
+    """Advantages to mean 0 and std 1 over the step: every token alike, or every prompt alike."""
+    prior_strength: PositiveFloat | None = None
+    """Pseudo-rollouts that the value of an untried prompt counts for in allocation; null: the Beta prior alone."""
+
+
+class Kl(Frozen):
+    """A penalty for leaving the model that the stage started from."""
+
+    place: Literal["reward", "loss"]
+    kind: Literal["k1", "k2", "k3"]
+    coefficient: PositiveFloat
+    target: PositiveFloat | None = None
+    """Mean KL a token to steer the coefficient to (Ziegler et al. 2019); null: it stays."""
+    horizon: PositiveInt = 10000
+    """Rollouts in which the coefficient may double."""

@@ -23,6 +23,8 @@ _JEFFREYS: Final = {"prior": [0.5, 0.5], "discount": 0.5}
 _CLIP: Final = {"type": "ppo", "eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 _DUAL_CLIP: Final = {"type": "ppo", "eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
 
+_CRITIC: Final = {"optimizer": {"lr": 1e-5}, "warmup_steps": 2, "gamma": 1.0, "lam": 1.0}
+
 
 def _uniform(estimator: str, aggregation: str, loss: dict[str, Any] = _CLIP) -> dict[str, Any]:
     """The same number of rollouts for every prompt, nothing modulated."""
@@ -62,6 +64,10 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         },
         "loss": _DUAL_CLIP,
     },
+    "ppo": {
+        **_uniform("gae", "token-mean", {"type": "ppo", "eps_low": 0.2, "eps_high": 0.2, "dual_clip": 3.0}),
+        "critic": {**_CRITIC, "whiten": "tokens"},
+    },
     "exact": {
         "estimator": "rloo",
         "allocation": {"rule": "optimal", "objective": "rloo", "low": 0.25, "high": 4.0},
@@ -69,6 +75,15 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "aggregation": "prompt-mean-token-sum-norm",
         "modulation": {**_NO_MODULATION, "compensation": True},
         "loss": _DUAL_CLIP,
+    },
+    "exact_ppo": {
+        "estimator": "gae",
+        "allocation": {"rule": "optimal", "objective": "neyman", "low": 0.25, "high": 4.0},
+        "statistics": _JEFFREYS,
+        "aggregation": "prompt-mean-token-sum-norm",
+        "modulation": {**_NO_MODULATION, "compensation": True},
+        "loss": _DUAL_CLIP,
+        "critic": {**_CRITIC, "whiten": "prompts", "prior_strength": 6.0},
     },
 }
 

@@ -14,8 +14,10 @@ from dynamo_core.config.method import (
     LEAST_OFFICIAL,
     Allocation,
     ClipCov,
+    Critic,
     EntropyMethod,
     ForkTokens,
+    Kl,
     Modulation,
     PolicyLoss,
     Statistics,
@@ -36,7 +38,7 @@ class ReinforceStage(TrainingStage):
     """Policy optimisation with allocated rollouts and modulated advantages."""
 
     type: Literal["reinforce"]
-    preset: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "faithful", "exact"]
+    preset: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "ppo", "faithful", "exact", "exact_ppo"]
     """Fills in every switch below that the recipe leaves out, while the recipe is loaded."""
     model: PretrainedModel | None = None
     """The policy to start from; leave out with `model_from`."""
@@ -49,9 +51,14 @@ class ReinforceStage(TrainingStage):
     """Mini-batches of whole prompts made of one step's rollouts, one optimizer step each."""
     sampling: Sampling
     reward: MathAnswerReward = MathAnswerReward()
-    overlong: Literal["keep", "mask"] = "keep"
-    """mask: rollouts cut off at max_new_tokens leave the loss, not the baselines and statistics."""
-    estimator: Literal["grpo", "dr_grpo", "rloo", "posterior_std_grpo", "reinforce_pp", "w_reinforce", "nsr"]
+    overlong: Literal["keep", "mask", "bootstrap"] = "keep"
+    """Rollouts cut off at max_new_tokens. mask: they leave the loss, not the baselines and statistics; bootstrap: the
+    critic's value of what they have so far is added to their reward."""
+    estimator: Literal["grpo", "dr_grpo", "rloo", "posterior_std_grpo", "reinforce_pp", "w_reinforce", "nsr", "gae"]
+    critic: Critic | None = None
+    """For estimator `gae`, and only for it."""
+    kl: Kl | None = None
+    """Penalty towards the starting model, of which a frozen copy is kept."""
     allocation: Allocation
     statistics: Statistics
     aggregation: Literal[
@@ -109,6 +116,15 @@ class ReinforceStage(TrainingStage):
         masks_tokens = isinstance(self.entropy_method, ClipCov | ForkTokens)
         if self.loss.type == "gspo" and masks_tokens:
             raise ValueError("loss.type 'gspo' needs whole rows: entropy_method may not drop tokens of them")
+        if (self.estimator == "gae") != (self.critic is not None):
+            raise ValueError(f"estimator '{self.estimator}' and critic do not fit: 'gae' has one, the others have none")
+        if self.overlong == "bootstrap" and self.critic is None:
+            raise ValueError("overlong 'bootstrap' needs the critic of estimator 'gae'")
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps ({self.critic.warmup_steps}) must be below steps ({self.steps}):"
+                " the policy would never learn"
+            )
         if self.prompts_per_step % self.updates_per_step:
             raise ValueError(
                 f"updates_per_step ({self.updates_per_step}) must divide prompts_per_step ({self.prompts_per_step})"

@@ -6,7 +6,19 @@ from typing import Self
 
 from pydantic import model_validator
 
-from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveInt, Resources
+from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveFloat, PositiveInt, Resources
+
+
+class Checkpoints(Frozen):
+    """When a training stage saves its whole state, so that an interrupted run goes on. Not part of the cache key."""
+
+    every: PositiveInt = 50
+    """Steps between checkpoints."""
+    minutes: PositiveFloat = 10.0
+    """A checkpoint is also saved when the last one is this old."""
+    keep_last: PositiveInt = 2
+    max_minutes: PositiveFloat | None = None
+    """The stage saves a checkpoint and stops before it runs longer (a job's time limit); the next run goes on."""
 
 
 class BaseStage(Frozen):
@@ -25,6 +37,7 @@ class TrainingStage(BaseStage):
     """Rows a rank computes at once; changes memory and speed, not the result."""
     optimizer: Optimizer
     engine: Engine = Engine()
+    checkpoints: Checkpoints = Checkpoints()
 
     @property
     def optimizer_steps(self) -> int:
@@ -39,5 +52,7 @@ class TrainingStage(BaseStage):
                 f" {self.optimizer_steps} optimizer steps"
             )
         if self.engine.precision == "bfloat16" and self.engine.zero_stage == 0:
-            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 or 2, which keep float32 masters")
+            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 to 3, which keep float32 masters")
+        if self.engine.offload != "none" and self.engine.zero_stage == 0:
+            raise ValueError("engine.offload needs engine.zero_stage 1 to 3: stage 0 has no sharded states to move")
         return self

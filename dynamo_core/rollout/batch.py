@@ -33,8 +33,9 @@ def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str], *, 
     rows = [_row(item.rollout) for item in usable]
     tokens = pad_rows(rows)
     mask_BL = tokens.target_mask_BL
+    truncated_B = torch.tensor([item.rollout.truncated for item in usable])
     if overlong == "mask":
-        mask_BL = overlong_mask(mask_BL, torch.tensor([item.rollout.truncated for item in usable]))
+        mask_BL = overlong_mask(mask_BL, truncated_B)
     if not mask_BL.any():
         raise DataError(
             f"all {len(usable)} scored rollouts of the step were cut off, and overlong is 'mask'",
@@ -50,6 +51,7 @@ def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str], *, 
         old_log_prob_BL=_spread([item.rollout for item in usable], "log_probs", width),
         entropy_BL=_spread([item.rollout for item in usable], "entropies", width),
         bracket_BL=_spread([item.rollout for item in usable], "brackets", width),
+        truncated_B=truncated_B,
     )
 
 

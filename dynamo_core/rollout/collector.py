@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,14 @@ class PromptSampler:
                 chosen[prompt_id] = None
         self._queue = waiting + self._queue
         return list(chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the epoch, as JSON values."""
+        return {"epoch": self._epoch, "queue": list(self._queue)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._epoch, self._queue = state["epoch"], list(state["queue"])
 
     def _permutation(self) -> list[str]:
         generator = np.random.Generator(np.random.Philox(key=[self._seed, self._epoch]))

@@ -7,12 +7,16 @@ a recipe run launches. Importing this package imports no stage, so that data sta
 from __future__ import annotations
 
 import importlib
+import shutil
 from pathlib import Path
 
 from dynamo_core.stages.context import StageContext
-from dynamo_core.stages.manifest import MANIFEST, UNLISTED, write_manifest
+from dynamo_core.stages.manifest import CHECKPOINTS, MANIFEST, UNLISTED, write_manifest
 
 KEPT = UNLISTED - {MANIFEST, "error.json"}
+"""Files that outlive an attempt."""
+RESUMED = frozenset({CHECKPOINTS, "metrics.jsonl", "tables"})
+"""What an attempt goes on from, where the one before left a checkpoint."""
 
 
 def run(folder: Path) -> None:
@@ -29,3 +33,9 @@ def run(folder: Path) -> None:
         context.metrics.close()
     if context.rank == 0:
         write_manifest(folder, context.spec.key, metrics, context.spec.versions)
+        remove_checkpoints(folder)  # only now: until here they are the way back
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Of a stage that is finished."""
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)

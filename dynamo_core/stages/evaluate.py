@@ -16,11 +16,11 @@ from dynamo_core.errors import DataError
 from dynamo_core.evaluation.bootstrap import Estimate
 from dynamo_core.evaluation.latency import LatencyReport, measure
 from dynamo_core.evaluation.runner import Answers, QualityReport, quality
+from dynamo_core.files import write_atomically
 from dynamo_core.rewards.protocol import make_reward
 from dynamo_core.rollout.collector import Collector, PromptTask, ScoredRollout
 from dynamo_core.rollout.transformers_engine import TransformersEngine
 from dynamo_core.stages.context import StageContext
-from dynamo_core.stages.manifest import write_atomically
 from dynamo_core.training import distributed
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.models import DTYPES, eos_ids, load_model, load_tokenizer, parameter_count

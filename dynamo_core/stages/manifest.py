@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import Field
 
-from dynamo_core.config.base import Frozen, NonNegativeInt
+from dynamo_core.config.base import Frozen
+from dynamo_core.files import OutputFile, file_digest, write_atomically
 
 MANIFEST = "manifest.json"
 PAYLOAD_FOLDERS = ("model", "data")
+CHECKPOINTS = "checkpoints"
 UNLISTED = frozenset({MANIFEST, "spec.json", "error.json", "stage.log"})
 """Files of a stage folder that are not outputs of the stage."""
-
-
-class OutputFile(Frozen):
-    """Size in bytes and sha256 of one output."""
-
-    size: NonNegativeInt
-    sha256: str
 
 
 class Manifest(Frozen):
@@ -40,27 +34,6 @@ class Manifest(Frozen):
     versions: dict[str, str] = Field(default_factory=dict)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under a temporary name, sync it, rename it to `path`, and sync the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def payload_digest(files: Mapping[str, OutputFile]) -> str:
     """Digest of the outputs that later stages read (module docstring)."""
     payload = sorted((name, file.sha256) for name, file in files.items() if name.split("/")[0] in PAYLOAD_FOLDERS)
@@ -68,8 +41,10 @@ def payload_digest(files: Mapping[str, OutputFile]) -> str:
 
 
 def output_files(folder: Path) -> Iterator[Path]:
-    """Every output of a stage folder, in a fixed order; temporary and unlisted files left out."""
+    """Every output of a stage folder, in a fixed order; checkpoints, temporary and unlisted files left out."""
     for path in sorted(folder.rglob("*")):
+        if path.relative_to(folder).parts[0] == CHECKPOINTS:
+            continue
         if path.is_file() and path.name not in UNLISTED and not path.name.endswith(".tmp"):
             yield path
 
@@ -93,21 +68,3 @@ def read_manifest(folder: Path) -> Manifest | None:
         return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def find_damage(folder: Path, manifest: Manifest, *, deep: bool = False) -> str | None:
-    """What is wrong with the outputs in `folder`, or None.
-
-    Args:
-        deep: compare every file's sha256 as well, not only its presence and size.
-    """
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{name} has {size} bytes instead of {expected.size}"
-        if deep and file_digest(path) != expected.sha256:
-            return f"{name} has changed content"
-    return None

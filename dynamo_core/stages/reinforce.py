@@ -1,17 +1,18 @@
-"""DynaMO policy optimisation, as the method reads: allocate, collect and score, credit, modulate, update, observe.
+"""DynaMO policy optimisation, as the method reads: allocate, collect, score, credit, modulate, update, observe.
 
-Left out here on purpose: no reference model and no critic (estimators compare siblings), and statistics live in the
-trainer keyed by prompt id, never in the data loader.
+Statistics live in the trainer keyed by prompt id, never in the data loader.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dynamo_core.algorithms.allocation import allocate
 from dynamo_core.algorithms.prompt_stats import PromptStats, official_rank
@@ -19,21 +20,18 @@ from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.data.rows import read_prompts
 from dynamo_core.data.templates import encode_prompt
 from dynamo_core.errors import DataError
-from dynamo_core.rewards.protocol import make_reward
 from dynamo_core.rollout.batch import policy_batch
-from dynamo_core.rollout.collector import Collector, PromptSampler, PromptTask, ScoredRollout
-from dynamo_core.rollout.engine import RolloutEngine
-from dynamo_core.rollout.transformers_engine import TransformersEngine
+from dynamo_core.rollout.collector import PromptSampler, PromptTask, ScoredRollout
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
+from dynamo_core.stages.reinforce_parts import Parts, Stateful, build
 from dynamo_core.stages.reinforce_report import StepReport
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated, prompt_weights
-from dynamo_core.training.deepspeed.engine import TrainingEngine
-from dynamo_core.training.distributed import Ranks
-from dynamo_core.training.models import eos_ids, parameter_count, save_model
-from dynamo_core.training.policy import TokenScorer
-from dynamo_core.training.policy_update import update
+from dynamo_core.training.critic import Critic, Values
+from dynamo_core.training.models import parameter_count, save_model
+from dynamo_core.training.objective import Objective
+from dynamo_core.training.policy_update import PolicyBatch, UpdateReport, mini_batches, update
 from dynamo_core.types import Sampling
 
 TABLE_INTERVAL = 5
@@ -52,66 +50,88 @@ def run(context: StageContext) -> dict[str, float]:
                 f"prompts_per_step is {stage.prompts_per_step} but the data holds {len(tasks)} training prompts",
                 "a step needs distinct prompts: lower prompts_per_step or add data",
             )
-        rollout_engine = TransformersEngine(
-            model, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
-        )
-        collector = Collector(rollout_engine, tokenizer, make_reward(stage.reward), tasks, ranks)
-        if stage.engine.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        engine = TrainingEngine(
-            TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
-        )
-        loop(
-            context,
-            stage,
-            ranks,
-            collector=collector,
-            rollout_engine=rollout_engine,
-            engine=engine,
-            prompt_ids=sorted(tasks),
-        )
-        if ranks.first:
-            save_model(model, tokenizer, context.folder / "model")
+        parts = build(context, stage, ranks, model=model, tokenizer=tokenizer, tasks=tasks)
+        with parts.checkpoints:
+            loop(context, stage, parts)
+            if ranks.first:
+                save_model(parts.policy, tokenizer, context.folder / "model")
+            if parts.critic is not None:
+                with parts.critic.engine.gathered():
+                    if ranks.first:
+                        cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
         ranks.barrier()
-        return {**context.metrics.last, "parameters": float(parameter_count(model))}
+        return {**context.metrics.last, "parameters": float(parameter_count(parts.policy))}
 
 
-def loop(
-    context: StageContext,
-    stage: ReinforceStage,
-    ranks: Ranks,
-    *,
-    collector: Collector,
-    rollout_engine: RolloutEngine,
-    engine: TrainingEngine,
-    prompt_ids: list[str],
-) -> None:
+def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
     """The method."""
-    sampler = PromptSampler(prompt_ids, context.spec.seed)
-    stats = PromptStats(stage.statistics.prior, stage.statistics.discount)
+    sampler = PromptSampler(sorted(parts.tasks), context.spec.seed)
+    stats = _statistics(stage)
     sampling = Sampling(stage.sampling.temperature, stage.sampling.max_new_tokens, context.spec.seed)
-    for step in range(1, stage.steps + 1):
+    remembered: dict[str, Stateful] = {"sampler": sampler, "stats": stats, **parts.remembered}
+    done, state = context.resume(parts.checkpoints)
+    for name in remembered if done else ():
+        remembered[name].load_state_dict(state[name])
+    parts.publish(done)
+    for step in range(done + 1, stage.steps + 1):
         started = time.perf_counter()
         chosen = sampler.next(stage.prompts_per_step)
-        variance = stats.variance(chosen)
+        variance = stats.variance(chosen, prior_means(stage, parts, chosen, step))
         counts = allocated(stage, stats, chosen, variance)
-        scored = collector.collect(chosen, counts, step=step, sampling=sampling)
+        scored = parts.collector.collect(chosen, counts, step=step, sampling=sampling)
         collected = time.perf_counter()
         batch = policy_batch(scored, chosen, overlong=stage.overlong)
-        credit_BL = credit(stage, batch, variance)
-        advantages_BL = modulated(stage, batch, credit_BL)
-        updated = update(engine, batch, advantages_BL, stage, ranks, seed=(context.spec.seed, step))
-        rollout_engine.weight_version = step
+        values = None if parts.critic is None else parts.critic.values(batch)
+        reference_BL = None if parts.reference is None else parts.reference.log_probs(batch)
+        given = credit(stage, batch, variance, values=values, penalty_BL=_penalty(parts, batch, reference_BL))
+        advantages_BL = modulated(stage, batch, given.advantages_BL)
+        taught = teach(stage, parts, batch, values, given.returns_BL)
+        updated = improve(stage, parts, batch, advantages_BL, reference_BL, place=(context.spec.seed, step))
+        parts.publish(step)
         observe(stats, scored)
+        if parts.reference is not None and reference_BL is not None:
+            taught.update(parts.reference.observe(batch, reference_BL))
         weights = prompt_weights(stage, batch, stats.success_rate(chosen), variance)
-        report = StepReport(step, chosen, variance, counts, scored, batch, credit_BL, advantages_BL, updated, weights)
-        context.metrics.write(
-            step, {**report.values(), **stats.metrics()}, report.timings(started, collected, time.perf_counter())
+        report = StepReport(
+            step, chosen, variance, counts, scored, batch, given.advantages_BL, advantages_BL, updated, weights
         )
+        context.metrics.write(
+            step, {**report.values(), **taught, **stats.metrics()},
+            report.timings(started, collected, time.perf_counter()),
+        )  # fmt: skip
         context.tables.append("allocations", report.allocation_rows())
         context.tables.append("samples", report.sample_rows())
         if step % TABLE_INTERVAL == 0 or step == stage.steps:
             context.tables.flush(step)
+        parts.checkpoints.after_step(step, partial(_state, context, step, remembered))
+
+
+def _state(context: StageContext, step: int, remembered: Mapping[str, Stateful]) -> dict[str, Any]:
+    """What the loop remembers between steps, besides models and optimizers."""
+    return context.state(step, **{name: part.state_dict() for name, part in remembered.items()})
+
+
+def _statistics(stage: ReinforceStage) -> PromptStats:
+    strength = None if stage.critic is None else stage.critic.prior_strength
+    settings = stage.statistics
+    return (
+        PromptStats(settings.prior, settings.discount)
+        if strength is None
+        else PromptStats(settings.prior, settings.discount, critic_strength=strength)
+    )
+
+
+def prior_means(
+    stage: ReinforceStage, parts: Parts, prompt_ids: Sequence[str], step: int
+) -> npt.NDArray[np.float64] | None:
+    """The critic's guess of each prompt's success rate, [N]: for prompts that were never tried.
+
+    None without a critic, and while it warms up: a value head that starts at zero knows nothing.
+    """
+    critic = parts.critic
+    if critic is None or critic.config.prior_strength is None or step <= max(critic.config.warmup_steps, 1):
+        return None
+    return critic.prompt_values([parts.tasks[prompt_id].token_ids for prompt_id in prompt_ids])
 
 
 def allocated(
@@ -122,6 +142,45 @@ def allocated(
     if rule == "official":
         rule, variance = "waterfall_variance", np.maximum(official_rank(*stats.lifetime_counts(prompt_ids)), 0)
     return allocate(variance, stage.budget, stage.n_low, stage.n_high, rule=rule, objective=objective)
+
+
+def _penalty(parts: Parts, batch: PolicyBatch, reference_BL: torch.Tensor | None) -> torch.Tensor | None:
+    if parts.reference is None or reference_BL is None:
+        return None
+    return parts.reference.penalty(batch, reference_BL)
+
+
+def teach(
+    stage: ReinforceStage, parts: Parts, batch: PolicyBatch, values: Values | None, returns_BL: torch.Tensor | None
+) -> dict[str, float]:
+    """The critic's update, where there is one, and its metrics."""
+    if parts.critic is None or values is None or returns_BL is None:
+        return {}
+    return parts.critic.fit(batch, values, returns_BL, mini_batches(batch, stage))
+
+
+def improve(
+    stage: ReinforceStage,
+    parts: Parts,
+    batch: PolicyBatch,
+    advantages_BL: torch.Tensor,
+    reference_BL: torch.Tensor | None,
+    *,
+    place: tuple[int, int],
+) -> UpdateReport:
+    """The policy's update; nothing while the critic warms up.
+
+    Args:
+        place: the run's seed and the step.
+    """
+    if stage.critic is not None and place[1] <= stage.critic.warmup_steps:
+        return UpdateReport({}, 0.0)
+    term = None if parts.reference is None else parts.reference.term
+    objective = Objective(stage.loss, stage.entropy_method, term)
+    return update(
+        parts.actor, batch, advantages_BL, stage, parts.ranks,
+        objective=objective, seed=place, reference_BL=reference_BL,
+    )  # fmt: skip
 
 
 def observe(stats: PromptStats, scored: list[ScoredRollout]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,34 +63,45 @@ def fit(
 ) -> dict[str, float]:
     """Train `model` through `loss`, save it, and return the final metrics."""
     encoded = encode_rows(tokenizer, demonstrations, stage.max_length)
-    context.tables.append(
-        "left_out", [{"prompt_id": prompt_id, "reason": "too_long"} for prompt_id in encoded.too_long]
-    )
-    context.tables.flush(0)
     if stage.engine.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = parameter_count(model)
     engine = TrainingEngine(
         loss, ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
-    train(
-        engine,
-        encoded.rows,
-        ranks,
-        context.metrics.write,
-        parts=loss.parts,
-        steps=stage.steps,
-        batch_size=stage.batch_size,
-        micro_batch_size=stage.micro_batch_size,
-        seed=context.spec.seed,
-    )
-    if ranks.first:
-        save_model(model, tokenizer, context.folder / "model")
+    checkpoints = context.checkpointer(stage.checkpoints, ranks, {"model": engine}, steps=stage.steps)
+
+    def report(step: int, values: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        context.metrics.write(step, values, timings)
+        checkpoints.after_step(step, lambda: context.state(step))
+
+    with checkpoints:
+        start, _ = context.resume(checkpoints)
+        context.tables.append(
+            "left_out", [{"prompt_id": prompt_id, "reason": "too_long"} for prompt_id in encoded.too_long]
+        )
+        context.tables.flush(0)
+        train(
+            engine,
+            encoded.rows,
+            ranks,
+            report,
+            parts=loss.parts,
+            steps=stage.steps,
+            batch_size=stage.batch_size,
+            micro_batch_size=stage.micro_batch_size,
+            seed=context.spec.seed,
+            start=start,
+        )
+        with engine.gathered():
+            if ranks.first:
+                save_model(model, tokenizer, context.folder / "model")
     ranks.barrier()
     return {
         **context.metrics.last,
         "rows": float(len(encoded.rows)),
         "rows_too_long": float(len(encoded.too_long)),
-        "parameters": float(parameter_count(model)),
+        "parameters": float(parameters),
     }
 
 

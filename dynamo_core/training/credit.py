@@ -5,7 +5,7 @@ Letters: B rollouts, L tokens of the longest sequence, N prompts of the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
@@ -14,8 +14,9 @@ import torch
 
 from dynamo_core.algorithms import advantages, entropy_methods, modulation
 from dynamo_core.algorithms.effective_weights import Estimator, kappa
-from dynamo_core.config.method import EntropyAdvantage
+from dynamo_core.config.method import Critic, EntropyAdvantage
 from dynamo_core.config.reinforce import ReinforceStage
+from dynamo_core.training.critic import Values
 from dynamo_core.training.policy_update import PolicyBatch, aggregation_weights
 
 _W_REINFORCE_POSITIVE: Final = {"w_reinforce": 0.1, "nsr": 0.0}
@@ -34,6 +35,7 @@ _KAPPA: Final[dict[str, str | Estimator]] = {
     "rloo": "rloo",
     "posterior_std_grpo": "rloo",  # then divided by the posterior's std
     "reinforce_pp": lambda rewards, group: rewards,  # one baseline and one scale for all prompts: they cancel
+    "gae": lambda rewards, group: rewards,  # the critic's baseline does not depend on this step's rewards
     **{name: _w_reinforce(positive) for name, positive in _W_REINFORCE_POSITIVE.items()},
 }
 
@@ -47,21 +49,72 @@ class PromptWeights:
     weight_P: torch.Tensor
 
 
-def credit(stage: ReinforceStage, batch: PolicyBatch, variance_N: npt.NDArray[np.float64]) -> torch.Tensor:
-    """The estimator's advantage of each rollout on each of its tokens, [B, L].
+@dataclass(frozen=True)
+class Credit:
+    """Token advantages of a step, and what the critic should have said, [B, L] each."""
+
+    advantages_BL: torch.Tensor
+    returns_BL: torch.Tensor | None = None
+
+
+def credit(
+    stage: ReinforceStage,
+    batch: PolicyBatch,
+    variance_N: npt.NDArray[np.float64],
+    *,
+    values: Values | None = None,
+    penalty_BL: torch.Tensor | None = None,
+) -> Credit:
+    """The estimator's advantage of each token.
 
     Args:
         variance_N: each prompt's reward variance by its history, before this step.
+        values: of the critic, for estimator `gae`.
+        penalty_BL: what is added to each token's reward (minus the KL to the reference); a rollout's sum of it where
+            the estimator compares rollouts.
     """
-    advantages_B = _estimate(stage.estimator, batch, variance_N)
     dtype = batch.old_log_prob_BL.dtype
-    advantages_BL = torch.where(batch.mask_BL, advantages_B.unsqueeze(-1).to(dtype), 0.0)
+    if stage.critic is not None and values is not None:
+        bootstrap = stage.overlong == "bootstrap"
+        advantages_BL, returns_BL = _gae(stage.critic, batch, values, penalty_BL, bootstrap=bootstrap)
+        result = Credit(advantages_BL.to(dtype), returns_BL)
+    else:
+        rewards_B = batch.rewards_B
+        if penalty_BL is not None:
+            rewards_B = rewards_B + penalty_BL.sum(-1).to(rewards_B.dtype)
+        advantages_B = _estimate(stage.estimator, replace(batch, rewards_B=rewards_B), variance_N)
+        result = Credit(torch.where(batch.mask_BL, advantages_B.unsqueeze(-1).to(dtype), 0.0))
     method = stage.entropy_method
     if isinstance(method, EntropyAdvantage):
-        return entropy_methods.entropy_advantage(
-            advantages_BL, batch.entropy_BL, batch.mask_BL, alpha=method.alpha, kappa=method.kappa
+        changed_BL = entropy_methods.entropy_advantage(
+            result.advantages_BL, batch.entropy_BL, batch.mask_BL, alpha=method.alpha, kappa=method.kappa
         )
-    return advantages_BL
+        result = replace(result, advantages_BL=changed_BL)
+    return result
+
+
+def _gae(
+    config: Critic, batch: PolicyBatch, values: Values, penalty_BL: torch.Tensor | None, *, bootstrap: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns) with the reward on each rollout's last token, whitened as the recipe says."""
+    mask_BL = batch.mask_BL
+    rewards_BL = torch.zeros_like(values.values_BL)
+    kept_B = mask_BL.any(-1)
+    last_B = mask_BL.shape[1] - 1 - mask_BL.flip(-1).int().argmax(-1)
+    rewards_BL[kept_B, last_B[kept_B]] = batch.rewards_B[kept_B].to(rewards_BL.dtype)
+    if penalty_BL is not None:
+        rewards_BL += penalty_BL
+    after_B = torch.where(batch.truncated_B, values.after_B, 0.0) if bootstrap else None
+    advantages_BL, returns_BL = advantages.gae(
+        rewards_BL, values.values_BL, mask_BL, gamma=config.gamma, lam=config.lam, bootstrap=after_B
+    )
+    if config.whiten != "none":
+        weight_B = None
+        if config.whiten == "prompts":
+            _, row_B, size_P = torch.unique(batch.group_B, return_inverse=True, return_counts=True)
+            weight_B = 1 / size_P[row_B].to(advantages_BL.dtype)
+        advantages_BL = advantages.whiten(advantages_BL, mask_BL, weight=weight_B)
+    return advantages_BL, returns_BL
 
 
 def _estimate(estimator: str, batch: PolicyBatch, variance_N: npt.NDArray[np.float64]) -> torch.Tensor:

@@ -40,6 +40,12 @@ class Ranks:
         dist.all_reduce(total, group=self.objects)
         return [float(value) for value in total]
 
+    def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks of a tensor on the CPU, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self.objects)
+        return values
+
     def gather(self, value: T | None) -> list[T]:
         """The values of all ranks that have one, in rank order, on every rank."""
         if self.world_size == 1:

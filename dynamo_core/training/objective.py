@@ -9,23 +9,36 @@ from dataclasses import dataclass
 
 import torch
 
-from dynamo_core.algorithms import entropy_methods, losses
+from dynamo_core.algorithms import entropy_methods, kl, losses
 from dynamo_core.config.method import ClipCov, EntropyMethod, ForkTokens, KlCov, PolicyLoss
 
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """The constants of every token's loss, [B, L]: advantage, sampling log-prob, weights, tokens that pay a penalty."""
+    """The constants of every token's loss, [B, L]: advantage, sampling log-prob, weights, tokens that pay a penalty.
+
+    `reference_BL` is the reference's log-prob, where the loss has a KL term.
+    """
 
     advantages_BL: torch.Tensor
     old_log_prob_BL: torch.Tensor
     weights_BL: torch.Tensor
     penalised_BL: torch.Tensor  # bool
+    reference_BL: torch.Tensor | None = None
 
     def rows(self, picked: torch.Tensor, width: int, device: torch.device) -> TokenTerms:
         """Those of some rows, cut to `width` tokens."""
-        parts = (self.advantages_BL, self.old_log_prob_BL, self.weights_BL, self.penalised_BL)
-        return TokenTerms(*(part[picked, :width].to(device) for part in parts))
+
+        def part(values_BL: torch.Tensor) -> torch.Tensor:
+            return values_BL[picked, :width].to(device)
+
+        return TokenTerms(
+            part(self.advantages_BL),
+            part(self.old_log_prob_BL),
+            part(self.weights_BL),
+            part(self.penalised_BL),
+            None if self.reference_BL is None else part(self.reference_BL),
+        )
 
 
 def token_terms(
@@ -58,27 +71,42 @@ def token_terms(
     return TokenTerms(advantages_BL, old_log_prob_BL, weights_BL, penalised_BL)
 
 
-def needs_every_row(loss: PolicyLoss, method: EntropyMethod | None) -> bool:
-    """False when a row without advantage has no gradient."""
-    return loss.entropy_coefficient > 0 or isinstance(method, KlCov)
+@dataclass(frozen=True)
+class KlTerm:
+    """The KL part of the loss: which estimate, and its present coefficient."""
+
+    kind: str
+    coefficient: float
 
 
-def objective(
-    loss: PolicyLoss,
-    method: EntropyMethod | None,
-    log_prob_BL: torch.Tensor,
-    entropy_BL: torch.Tensor,
-    terms: TokenTerms,
-) -> torch.Tensor:
-    """The weighted sum of all terms, scalar."""
-    total = _policy_loss(loss, log_prob_BL, terms)
-    if loss.entropy_coefficient:
-        total = total + losses.entropy_bonus(entropy_BL, terms.weights_BL, coefficient=loss.entropy_coefficient)
-    if isinstance(method, KlCov):
-        total = total + entropy_methods.kl_cov_penalty(
-            log_prob_BL, terms.old_log_prob_BL, terms.weights_BL, terms.penalised_BL, coefficient=method.coefficient
-        )
-    return total
+@dataclass(frozen=True)
+class Objective:
+    """The parts of the loss that a recipe switches on."""
+
+    loss: PolicyLoss
+    method: EntropyMethod | None = None
+    kl: KlTerm | None = None
+
+    @property
+    def needs_every_row(self) -> bool:
+        """False when a row without advantage has no gradient."""
+        return self.loss.entropy_coefficient > 0 or self.kl is not None or isinstance(self.method, KlCov)
+
+    def __call__(self, log_prob_BL: torch.Tensor, entropy_BL: torch.Tensor, terms: TokenTerms) -> torch.Tensor:
+        """The weighted sum of all terms, scalar."""
+        total = _policy_loss(self.loss, log_prob_BL, terms)
+        weights_BL, old_BL = terms.weights_BL, terms.old_log_prob_BL
+        if self.loss.entropy_coefficient:
+            total = total + losses.entropy_bonus(entropy_BL, weights_BL, coefficient=self.loss.entropy_coefficient)
+        if isinstance(self.method, KlCov):
+            total = total + entropy_methods.kl_cov_penalty(
+                log_prob_BL, old_BL, weights_BL, terms.penalised_BL, coefficient=self.method.coefficient
+            )
+        if self.kl is not None and terms.reference_BL is not None:
+            total = total + self.kl.coefficient * kl.loss(
+                log_prob_BL, terms.reference_BL, weights_BL, kind=self.kl.kind, old_log_prob=old_BL
+            )
+        return total
 
 
 def _policy_loss(loss: PolicyLoss, log_prob_BL: torch.Tensor, terms: TokenTerms) -> torch.Tensor:

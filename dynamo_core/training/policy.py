@@ -1,14 +1,14 @@
 """Log-probability, entropy and entropy-change bracket of target tokens, in one pass over the model.
 
 The formulas are those of algorithms/logit_statistics.py, on logits divided by the rollout temperature. Only
-hidden states of target tokens reach the output layer, a few hundred tokens at a time, and the backward pass computes
-each chunk's logits again: no [B, L, V] tensor ever exists. Reductions are in float32 or better.
+hidden states of target tokens reach the output layer (head_scores.py): no [B, L, V] tensor ever exists. Reductions are
+in float32 or better.
 Letters: B rows, L tokens of a row, N target tokens of the batch, H width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 
 from dynamo_core.algorithms.checks import at_least_float32
 from dynamo_core.algorithms.logit_statistics import logit_statistics
-
-CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once, in elements: 64 MiB in float32."""
+from dynamo_core.training.head_scores import HeadScores
 
 
 class TokenScores(NamedTuple):
-    """All [B, L], float32 or better, zero where a token is no target. Only `log_prob` carries gradients.
+    """All [B, L], float32 or better, zero where a token is no target. The bracket carries no gradient.
 
     A tuple, because DeepSpeed looks for tensors to hook in tuples, lists and dicts only.
     """
@@ -30,59 +28,6 @@ class TokenScores(NamedTuple):
     log_prob_BL: torch.Tensor
     entropy_BL: torch.Tensor
     bracket_BL: torch.Tensor
-
-
-class _HeadScores(torch.autograd.Function):
-    """Scores from hidden states through a linear output layer, chunk by chunk, logits recomputed in backward."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0917  (torch passes arguments by position)
-        ctx: Any,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_N: torch.Tensor,
-        temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
-        ctx.temperature = temperature
-        parts = [
-            logit_statistics(_logits(hidden_NH[rows], weight_VH, bias_V, temperature), targets_N[rows])[:3]
-            for rows in _chunks(hidden_NH.shape[0], weight_VH.shape[0])
-        ]
-        log_prob_N, entropy_N, bracket_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(entropy_N, bracket_N)
-        return log_prob_N, entropy_N, bracket_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor, *_: torch.Tensor) -> Any:
-        hidden_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
-        grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=grad_N.dtype)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=grad_N.dtype)
-        for rows in _chunks(hidden_NH.shape[0], weight_VH.shape[0]):
-            # d log p_a / d z = (e_a - p) / temperature
-            delta_NV = -torch.softmax(_logits(hidden_NH[rows], weight_VH, bias_V, ctx.temperature), dim=-1)
-            delta_NV.scatter_add_(-1, targets_N[rows].unsqueeze(-1), torch.ones_like(delta_NV[:, :1]))
-            delta_NV.mul_((grad_N[rows] / ctx.temperature).unsqueeze(-1))
-            grad_hidden_NH[rows] = (delta_NV.to(weight_VH.dtype) @ weight_VH).to(hidden_NH.dtype)
-            grad_weight_VH += delta_NV.T @ hidden_NH[rows].to(delta_NV.dtype)
-            if grad_bias_V is not None:
-                grad_bias_V += delta_NV.sum(0)
-        grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), grad_bias, None, None
-
-
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    return [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
-
-
-def _logits(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, temperature: float
-) -> torch.Tensor:
-    logits_NV = at_least_float32(nn.functional.linear(hidden_NH, weight_VH, bias_V))
-    return logits_NV / temperature if temperature != 1.0 else logits_NV
 
 
 class TargetStates:
@@ -109,7 +54,7 @@ class TargetStates:
         """[N, V] logits in float32 or better."""
         if not self.plain:
             return at_least_float32(states_NH)
-        return _logits(states_NH, self.head.weight, self.head.bias, 1.0)
+        return at_least_float32(self.head(states_NH))
 
     @property
     def head(self) -> nn.Linear:
@@ -125,6 +70,12 @@ class TokenScorer(nn.Module):
         self.model = model
         self._targets = TargetStates(model)
 
+    def external_parameters(self) -> list[nn.Parameter]:
+        """What `forward` reads without calling its owner: the output layer's own."""
+        if not self._targets.plain:
+            return []
+        return list(self._targets.head.parameters(recurse=False))
+
     def forward(
         self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float = 1.0
     ) -> TokenScores:
@@ -138,12 +89,12 @@ class TokenScorer(nn.Module):
         states_NH = self._targets.states(token_ids_BL, predicts_BL)
         if self._targets.plain:
             head = self._targets.head
-            flat = _HeadScores.apply(  # type: ignore[no-untyped-call]
+            flat = HeadScores.apply(  # type: ignore[no-untyped-call]
                 states_NH, head.weight, head.bias, targets_N, temperature
             )
         else:
             token = logit_statistics(self._targets.logits(states_NH) / temperature, targets_N)
-            flat = (token.log_prob, token.entropy.detach(), token.bracket.detach())
+            flat = (token.log_prob, token.entropy, token.bracket.detach())
         where_BL = torch.zeros_like(target_mask_BL)
         where_BL[:, 1:] = predicts_BL
         return TokenScores(*(_spread(values_N, where_BL) for values_N in flat))

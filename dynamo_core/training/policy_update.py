@@ -19,7 +19,7 @@ from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
-from dynamo_core.training.objective import TokenTerms, clip_metrics, needs_every_row, objective, token_terms
+from dynamo_core.training.objective import Objective, TokenTerms, clip_metrics, token_terms
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class PolicyBatch:
     old_log_prob_BL: torch.Tensor
     entropy_BL: torch.Tensor
     bracket_BL: torch.Tensor
+    truncated_B: torch.Tensor  # bool: cut off at max_new_tokens
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -73,11 +74,15 @@ def update(
     stage: ReinforceStage,
     ranks: Ranks,
     *,
+    objective: Objective,
     seed: Sequence[int],
+    reference_BL: torch.Tensor | None = None,
 ) -> UpdateReport:
     """`stage.updates_per_step` optimizer steps on `batch`.
 
     Args:
+        objective: what is minimised.
+        reference_BL: the reference's log-prob of each token, for a KL term in the loss.
         seed: numbers that name this step; for what is drawn at random (the tokens that Clip-Cov drops).
 
     Raises:
@@ -89,13 +94,13 @@ def update(
     for part, rows in enumerate(mini_batches(batch, stage)):
         if not batch.mask_BL[rows].any():  # none of its rollouts could be scored or kept, which all ranks see alike
             continue
-        terms = _terms(batch, stage, rows, advantages_BL, seeds[part])
+        terms = replace(_terms(batch, stage, rows, advantages_BL, seeds[part]), reference_BL=reference_BL)
         has_weight_BL = terms.weights_BL[rows] != 0
-        if not needs_every_row(stage.loss, stage.entropy_method):
+        if not objective.needs_every_row:
             # A row without advantage has no gradient. Denominators above still count it.
             has_weight_BL &= advantages_BL[rows] != 0
         active = rows[has_weight_BL.any(-1).numpy()]
-        arrays = _Arrays(batch, terms, tokens=int(batch.mask_BL[active].sum()))
+        arrays = _Arrays(batch, terms, objective, tokens=int(batch.mask_BL[active].sum()))
         sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS), 0.0)
         lengths = batch.lengths[active].tolist()
         for chosen in micro_batches(lengths, stage.micro_batch_size, ranks.rank, ranks.world_size):
@@ -130,6 +135,7 @@ class _Arrays:
 
     batch: PolicyBatch
     terms: TokenTerms
+    objective: Objective
     tokens: int
     """Tokens of all active rows, over all ranks: the denominator of the clip metrics."""
 
@@ -154,7 +160,7 @@ def _micro_step(
         terms = replace(terms, weights_BL=torch.zeros_like(terms.weights_BL))
     inputs = tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device)
     scores = engine.forward(*inputs, stage.sampling.temperature)
-    loss = objective(stage.loss, stage.entropy_method, scores.log_prob_BL, scores.entropy_BL, terms)
+    loss = arrays.objective(scores.log_prob_BL, scores.entropy_BL, terms)
     engine.accumulate(loss)
     if not picked.size:
         return 0

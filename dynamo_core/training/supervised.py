@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +44,10 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
         self._scorer = [TokenScorer(model)]  # in a list: its parameters are the model's own
+
+    def external_parameters(self) -> list[nn.Parameter]:
+        """Those of the scorer."""
+        return self._scorer[0].external_parameters()
 
     def forward(
         self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
@@ -145,16 +150,18 @@ def train(
     batch_size: int,
     micro_batch_size: int,
     seed: int,
+    start: int = 0,
 ) -> None:
     """`steps` optimizer steps over length-bucketed batches of `rows`.
 
     Args:
         parts: metric names of what the engine's module returns after the loss.
+        start: steps that were already taken, by an earlier process.
     """
     generator = np.random.Generator(np.random.Philox(seed))
     lengths = np.array([len(row.token_ids) for row in rows])
     batches = length_bucketed_batches(lengths.tolist(), batch_size, steps, generator)
-    for step, batch in enumerate(batches, start=1):
+    for step, batch in islice(enumerate(batches, start=1), start, None):
         started = time.perf_counter()
         tokens = sum(sum(rows[index].target_mask) for index in batch)
         totals = torch.zeros(1 + len(parts), dtype=torch.float64)

@@ -20,18 +20,16 @@ import numpy as np
 import torch
 
 from dynamo_core.config.base import Resources
-from dynamo_core.config.reinforce import MathAnswerReward, ReinforceStage
+from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.config.spec import StageSpec
 from dynamo_core.data.batching import TokenRow, pad_rows
 from dynamo_core.data.templates import encode_prompt
 from dynamo_core.metrics import MetricsWriter
-from dynamo_core.rewards.protocol import make_reward
-from dynamo_core.rollout.collector import Collector, PromptTask
+from dynamo_core.rollout.collector import PromptTask
 from dynamo_core.rollout.engine import ScriptedEngine
-from dynamo_core.stages import reinforce
+from dynamo_core.stages import reinforce, reinforce_parts
 from dynamo_core.stages.context import StageContext, TableWriter
 from dynamo_core.training import distributed
-from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.policy import TokenScorer
 from dynamo_core.types import Rollout, RolloutRequest
 from tests.builders import prompt_row, smoke_recipe, tiny_model, tiny_tokenizer
@@ -88,6 +86,7 @@ def stage(**changes) -> ReinforceStage:
             "stages.reinforced.rollouts_per_prompt=6",
             "stages.reinforced.micro_batch_size=5",
             "stages.reinforced.modulation.stabilisation=true",
+            "stages.reinforced.checkpoints={every: 1000, minutes: 1e6}",
             *(f"stages.reinforced.{key.replace('__', '.')}={value}" for key, value in changes.items()),
         ]
     )
@@ -125,21 +124,11 @@ def run(**changes) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     context.tables.flush = lambda step: None  # type: ignore[method-assign]
     with distributed.start(Resources(), always_group=True) as ranks:
         model = tiny_model(tokenizer, seed=1, dtype=torch.float64)
-        scorer = TokenScorer(model)
-        engine = TrainingEngine(
-            scorer, ranks, optimizer=config.optimizer, engine=config.engine, total_steps=config.optimizer_steps
+        rollouts = ScoredScript(TokenScorer(model), script(tokenizer))
+        parts = reinforce_parts.build(
+            context, config, ranks, model=model, tokenizer=tokenizer, tasks=tasks, rollout_engine=rollouts
         )
-        rollouts = ScoredScript(scorer, script(tokenizer))
-        collector = Collector(rollouts, tokenizer, make_reward(MathAnswerReward()), tasks, ranks)
-        reinforce.loop(
-            context,
-            config,
-            ranks,
-            collector=collector,
-            rollout_engine=rollouts,
-            engine=engine,
-            prompt_ids=sorted(tasks),
-        )
+        reinforce.loop(context, config, parts)
     return recorder.steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

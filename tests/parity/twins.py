@@ -4,7 +4,6 @@ Written from the equations, not from the code under test; nothing here is fast o
 Arrays are nested lists.
 """
 
-# ruff: noqa: PLR0917
 from __future__ import annotations
 
 import heapq

@@ -15,7 +15,8 @@ from dynamo_core import stages
 from dynamo_core.config.presets import PRESETS
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.errors import DataError
-from dynamo_core.stages.manifest import find_damage, read_manifest
+from dynamo_core.files import find_damage
+from dynamo_core.stages.manifest import read_manifest
 from tests.builders import read_metrics, run_stage, smoke_recipe, stage_folder
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,7 +40,7 @@ def test_every_stage_leaves_a_verifiable_manifest(store):
     for name in smoke_recipe().stages:
         manifest = read_manifest(store / name)
         assert manifest is not None
-        assert find_damage(store / name, manifest, deep=True) is None
+        assert find_damage(store / name, manifest.files, deep=True) is None
         assert manifest.metrics
 
 

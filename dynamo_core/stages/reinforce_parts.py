@@ -1,0 +1,117 @@
+"""What a reinforce stage works with: models under their engines, the sampler of answers, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dynamo_core.config.reinforce import ReinforceStage
+from dynamo_core.rewards.protocol import make_reward
+from dynamo_core.rollout.collector import Collector, PromptTask
+from dynamo_core.rollout.engine import RolloutEngine
+from dynamo_core.rollout.transformers_engine import TransformersEngine
+from dynamo_core.stages.context import StageContext
+from dynamo_core.training.checkpoint import Checkpointer
+from dynamo_core.training.critic import Critic, ValueLearner
+from dynamo_core.training.deepspeed.engine import TrainingEngine
+from dynamo_core.training.distributed import Ranks
+from dynamo_core.training.models import eos_ids
+from dynamo_core.training.policy import TokenScorer
+from dynamo_core.training.reference import Reference
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The collaborators of the loop."""
+
+    ranks: Ranks
+    tasks: Mapping[str, PromptTask]
+    collector: Collector
+    rollout_engine: RolloutEngine
+    policy: PreTrainedModel
+    """The whole policy, as rollouts need it: the actor's own model, or a copy where that is sharded."""
+    actor: TrainingEngine
+    critic: ValueLearner | None
+    reference: Reference | None
+    checkpoints: Checkpointer
+
+    def publish(self, step: int) -> None:
+        """Rollouts come from the weights after `step` from here on."""
+        if self.policy is not cast(TokenScorer, self.actor.module).model:
+            self.actor.copy_into(self.policy)
+        self.rollout_engine.weight_version = step
+
+    @property
+    def remembered(self) -> dict[str, Stateful]:
+        """What a checkpoint's state.json holds of them."""
+        return {} if self.reference is None else {"reference": self.reference}
+
+
+class Stateful(Protocol):
+    """Something whose state is JSON values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+def build(
+    context: StageContext,
+    stage: ReinforceStage,
+    ranks: Ranks,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Mapping[str, PromptTask],
+    rollout_engine: RolloutEngine | None = None,
+) -> Parts:
+    """Everything around `model`, the policy that the stage starts from.
+
+    Args:
+        rollout_engine: another one than that which samples from `model`.
+    """
+    # Copies of the model are made before anything trains. Sharded weights cannot decode: ranks would have to gather
+    # them for every token, and as long as the slowest.
+    policy = copy.deepcopy(model) if stage.engine.zero_stage == 3 else model
+    if rollout_engine is None:
+        rollout_engine = TransformersEngine(
+            policy, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
+        )
+    collector = Collector(rollout_engine, tokenizer, make_reward(stage.reward), tasks, ranks)
+    reference = None
+    if stage.kl is not None:
+        frozen = copy.deepcopy(model).eval().requires_grad_(False)
+        reference = Reference(
+            TokenScorer(frozen), stage.kl, ranks,
+            temperature=stage.sampling.temperature, size=stage.micro_batch_size,
+        )  # fmt: skip
+    critic = _critic(stage, ranks, model)
+    if stage.engine.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    actor = TrainingEngine(
+        TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
+    )
+    saved = {"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine}
+    checkpoints = context.checkpointer(stage.checkpoints, ranks, saved, steps=stage.steps)
+    return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints)
+
+
+def _critic(stage: ReinforceStage, ranks: Ranks, model: PreTrainedModel) -> ValueLearner | None:
+    config = stage.critic
+    if config is None:
+        return None
+    module = Critic(model)
+    if stage.engine.gradient_checkpointing:
+        module.checkpoint_activations()
+    engine = TrainingEngine(
+        module, ranks, optimizer=config.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
+    )
+    return ValueLearner(engine, config, ranks, size=stage.micro_batch_size)

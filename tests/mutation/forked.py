@@ -111,8 +111,7 @@ def _limit() -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used) + CPU_S, int(used) + CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
 
 
 def _run(job: Job) -> int:

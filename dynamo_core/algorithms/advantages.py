@@ -142,8 +142,7 @@ def reinforce_pp(
     mean = (count * deviation).sum() / total
     variance = (count * (deviation - mean) ** 2).sum() / (total - 1).clamp(min=1)
     if baseline == "batch":
-        same = bool((deviation == 0).all())
-        deviation = deviation if same else deviation - mean
+        deviation = deviation - mean
     return deviation / (variance + _WHITEN_EPS).sqrt()
 
 

@@ -24,7 +24,6 @@ from dynamo_core.algorithms.checks import (
     choice,
     fail,
     non_negative_array,
-    number,
     require,
     whole,
 )
@@ -98,7 +97,6 @@ def allocate(
     c = weighted_variance(variance, weight)
     if cost is not None:
         require(rule == "optimal", "cost", f"given for rule '{rule}'", "None unless rule='optimal'")
-        number("budget", budget, 0)
     else:
         budget = whole("budget", budget, 0)
     q = cost_array(cost, c.size)

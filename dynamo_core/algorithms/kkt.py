@@ -21,7 +21,6 @@ from dynamo_core.algorithms.checks import (
     choice,
     fail,
     non_negative_array,
-    number,
     require,
     whole,
 )
@@ -88,8 +87,8 @@ def _theta(s: FloatArray, q: FloatArray, budget: float, low: float, high: float)
     order = np.argsort(theta_2N, kind="stable")
     theta_2N = theta_2N[order]
     slope_2N = np.cumsum(np.concatenate([q * s, -q * s])[order])
-    spent_2N = low * q.sum() + np.concatenate([[0.0], np.cumsum(slope_2N[:-1] * np.diff(theta_2N))])
-    right = int(np.clip(np.searchsorted(spent_2N, budget), 1, theta_2N.size - 1))
+    spent = low * q.sum() + np.cumsum(slope_2N[:-1] * np.diff(theta_2N))  # from the second on
+    right = min(int(np.searchsorted(spent, budget)) + 1, theta_2N.size - 1)
     middle = 0.5 * (theta_2N[right - 1] + theta_2N[right])
     active = (enter < middle) & (middle < leave)
     if not active.any():
@@ -124,7 +123,6 @@ def continuous(
     c = weighted_variance(variance, weight)
     q = cost_array(cost, c.size)
     shift = SHIFTS[choice("objective", objective, SHIFTS)]
-    number("budget", budget, 0)
     check_bounds(budget, n_low, n_high, q)
     require(n_low > shift, "n_low", n_low, f"at least {shift + 1} for objective '{objective}'")
     positive = c > 0
@@ -133,8 +131,9 @@ def continuous(
     saturated = n_high * float(q[positive].sum()) + n_low * float(q[~positive].sum())
     if budget >= saturated:
         n[positive] = n_high
-        n[~positive] = (budget - n_high * q[positive].sum()) / max(q[~positive].sum(), 1e-300)
-        n = np.clip(n, n_low, n_high)
+        if not positive.all():
+            each = (budget - n_high * q[positive].sum()) / q[~positive].sum()
+            n[~positive] = np.clip(each, n_low, n_high)
     elif budget == n_low * float(q.sum()):
         theta = 0.0
     else:

@@ -13,6 +13,7 @@ Shapes: B rows, T response tokens; `estimate` takes any shape.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -140,6 +141,6 @@ class AdaptiveController(FixedController):
         Raises:
             AlgorithmError: a KL that is not finite, a negative n.
         """
-        number("kl", kl, -1e30)
+        number("kl", kl, -math.inf)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coefficient *= max(1 + error * number("n", n, 0) / self.horizon, 0.0)

@@ -14,6 +14,7 @@ Shapes: B rows, T response tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -166,7 +167,7 @@ def stabilisation(
     """
     number("lambda_min", lambda_min, 0, 1)
     number("gamma", gamma, 0)
-    number("tau", tau, -1e9)
+    number("tau", tau, -math.inf)
     same_shape(mask=mask, entropy_change=entropy_change)
     if scale is None:
         scale = change_scale(entropy_change, mask, normaliser=normaliser)

@@ -73,7 +73,7 @@ def official_rank(k: npt.ArrayLike, G: npt.ArrayLike) -> FloatArray:
     k_, G_ = _counts(k, G)
     known = G_ >= _OFFICIAL_MIN_COUNT
     safe_G = np.where(known, G_, float(_OFFICIAL_MIN_COUNT))
-    rate = np.where(known, k_ / safe_G, 0.0)
+    rate = k_ / safe_G
     rank = np.maximum(
         k_ * (safe_G - k_) / (safe_G * (safe_G - 1)) + 1e-6 * (1 - rate), _OFFICIAL_FLOOR
     )

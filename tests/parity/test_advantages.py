@@ -21,7 +21,7 @@ from dynamo_core.algorithms.advantages import (
     rloo,
     whiten,
 )
-from dynamo_core.algorithms.effective_weights import effective_weights, kappa
+from dynamo_core.algorithms.effective_weights import by_band, effective_weights, kappa
 
 from . import twins
 from .oracle import agree, cases, f64, load
@@ -215,6 +215,12 @@ def test_effective_weights() -> None:
     # the published table: kappa of p = .02 at n = 8, 16, 24, 64
     values = [float(kappa(f64([0.02]), size, "grpo")) for size in (8, 16, 24, 64)]
     assert values == pytest.approx([2.41, 3.49, 4.19, 5.82], abs=0.005)
+
+
+def test_bands_own_their_lower_end_and_the_last_both() -> None:
+    p = f64([0.0, 0.04, 0.05, 0.2, 0.79, 0.8, 0.95, 1.0])
+    means = by_band(p, torch.arange(8, dtype=torch.float64))
+    assert means == {"0-0.05": 0.5, "0.05-0.2": 2.0, "0.2-0.8": 3.5, "0.8-0.95": 5.0, "0.95-1": 6.5}
 
 
 def test_effective_weights_of_a_bimodal_mixture() -> None:

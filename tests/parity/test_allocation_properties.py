@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,8 @@ from dynamo_core.algorithms.allocation import RULES, allocate, continuous, objec
 
 from . import twins
 
-FEW = settings(max_examples=150, deadline=None, derandomize=True)
+# Mutation testing asks for fewer.
+FEW = settings(max_examples=int(os.environ.get("PARITY_EXAMPLES", "150")), deadline=None, derandomize=True)
 OBJECTIVES = ("neyman", "rloo", "drgrpo")
 VARIANCES = st.one_of(st.just(0.0), st.floats(1e-9, 10.0), st.sampled_from([0.09, 0.25, 0.1 * 0.9, 0.16]))
 

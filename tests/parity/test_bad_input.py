@@ -138,6 +138,7 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     # statistics
     ("k above G", lambda: posterior_variance([1, 5], [2, 4]), r"k is 5.0; .*\[0, G\], G = 4"),
     ("G nan", lambda: unbiased_variance(1, NAN), r"G is nan"),
+    ("G negative", lambda: unbiased_variance(0, -1), r"G is -1.0; .*finite and >= 0"),
     ("k negative", lambda: official_rank(-1, 4), r"k is -1"),
     ("prior zero", lambda: posterior_variance(1, 2, (0, 1)), r"prior is \(0, 1\); .*positive"),
     ("prior one", lambda: PromptStats(prior=(1.0,)), r"prior is \(1.0,\)"),
@@ -188,6 +189,7 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     ("rewards shape", lambda: rloo(BT, GROUP), r"rewards is of shape \(2, 3\)"),
     ("rewards empty", lambda: rloo(torch.zeros(0), GROUP[:0]), r"rewards is of shape \(0,\)"),
     ("rewards nan", lambda: grpo(torch.tensor([1, NAN]), GROUP), r"rewards\[1\] is nan; .*finite"),
+    ("first nan", lambda: grpo(torch.tensor([1, NAN, NAN]), ACTIONS[0]), r"rewards\[1\] is nan"),
     ("group shape", lambda: rloo(R, torch.tensor([0])), r"group is of shape \(1,\); .*\(2,\)"),
     ("ddof", lambda: grpo(R, GROUP, ddof=2), r"ddof is 2; .*0 or 1"),
     ("floor", lambda: grpo(R, GROUP, floor=-1e-6), r"floor is -1e-06"),
@@ -312,6 +314,7 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
         lambda: forward_kl(LOGITS, LOGITS[..., :4], ONES),
         r"teacher_logits is of shape",
     ),
+    ("vocabulary of the student", lambda: forward_kl(LOGITS[..., :4], LOGITS, ONES), r"teacher_logits is of"),
     ("token shape", lambda: forward_kl(LOGITS, LOGITS, SHORT), r"student_logits is of shape"),
     ("temperature", lambda: forward_kl(LOGITS, LOGITS, ONES, temperature=0), r"temperature is 0"),
     ("beta", lambda: generalised_jsd(LOGITS, LOGITS, ONES, beta=1.1), r"beta is 1.1; .*\[0, 1\]"),

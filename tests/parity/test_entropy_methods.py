@@ -59,6 +59,10 @@ def test_clip_cov_drops_random_tokens_of_the_band() -> None:
         assert not keep[mask == 0].any()
         dropped |= lost
     assert torch.equal(dropped, band)  # every token of the band has its turn
+    # tokens outside the mask have covariance 0: they must not use up the draws of a band around 0
+    around = [clip_cov(*inputs, generator=generator, share=8.5 / count, low=-0.5, high=0.5) for _ in range(20)]
+    assert int(((cov.abs() < 0.5) & (mask != 0)).sum()) >= 8
+    assert {int(((mask != 0) & ~keep).sum()) for keep in around} == {8}
     same = [clip_cov(*inputs, generator=torch.Generator().manual_seed(3), share=0.1) for _ in range(2)]
     assert torch.equal(*same)
     generator = torch.Generator().manual_seed(0)

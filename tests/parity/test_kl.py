@@ -126,6 +126,9 @@ def test_controllers() -> None:
     before = adaptive.coefficient
     adaptive.update(-3.0, 256)  # clipped at -0.2
     assert adaptive.coefficient == pytest.approx(before * (1 - 0.2 * 256 / 10_000))
+    sudden = kl.AdaptiveController(0.15, target=6.0, horizon=10)
+    sudden.update(0.0, 256)  # 1 - 0.2 * 25.6 is negative: never a reward for distance
+    assert sudden.coefficient == 0
     restored = kl.AdaptiveController(9.0, target=6.0, horizon=10_000)
     restored.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
     assert restored.coefficient == adaptive.coefficient

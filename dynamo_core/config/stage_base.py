@@ -32,9 +32,9 @@ class TrainingStage(BaseStage):
     """A stage that trains a model with DeepSpeed."""
 
     steps: PositiveInt
-    """sft, distill: optimizer steps. reinforce: rollout steps of `updates_per_step` optimizer steps."""
+    """sft, distill, dpo: optimizer steps. reinforce: rollout steps of `updates_per_step` optimizer steps."""
     micro_batch_size: PositiveInt
-    """Rows a rank computes at once; changes memory and speed, not the result."""
+    """Rows (dpo: pairs) a rank computes at once; changes memory and speed, not the result."""
     optimizer: Optimizer
     engine: Engine = Engine()
     checkpoints: Checkpoints = Checkpoints()

@@ -1,4 +1,4 @@
-"""What sft and distill share: the starting model, the loop with its metrics, and the saved folder."""
+"""What sft and distill share, the starting model, and dpo with them: the loop with its metrics, the saved folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.config.models import ScratchModel
-from dynamo_core.config.stages import DistillStage, SftStage
+from dynamo_core.config.stages import DistillStage, DpoStage, SftStage
 from dynamo_core.data.rows import read_demonstrations
 from dynamo_core.data.templates import train_tokenizer
 from dynamo_core.stages.context import StageContext
@@ -24,7 +24,8 @@ from dynamo_core.training.models import (
     parameter_count,
     save_model,
 )
-from dynamo_core.training.supervised import DistillationLoss, NextTokenLoss, encode_rows, train
+from dynamo_core.training.preference import PreferenceLoss
+from dynamo_core.training.supervised import Collation, DistillationLoss, EncodedRows, NextTokenLoss, Row, train
 from dynamo_core.types import Demonstration
 
 
@@ -54,16 +55,16 @@ def start_model(
 
 def fit(
     context: StageContext,
-    stage: SftStage | DistillStage,
+    stage: SftStage | DistillStage | DpoStage,
     ranks: Ranks,
     *,
-    loss: NextTokenLoss | DistillationLoss,
+    loss: NextTokenLoss | DistillationLoss | PreferenceLoss,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    demonstrations: list[Demonstration],
+    encoded: EncodedRows[Row],
+    collation: Collation[Row],
 ) -> dict[str, float]:
     """Train `model` through `loss`, save it, and return the final metrics."""
-    encoded = encode_rows(tokenizer, demonstrations, stage.max_length)
     if stage.engine.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = parameter_count(model)
@@ -87,6 +88,7 @@ def fit(
             encoded.rows,
             ranks,
             report,
+            collation=collation,
             parts=loss.parts,
             steps=stage.steps,
             batch_size=stage.batch_size,

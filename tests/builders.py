@@ -73,7 +73,8 @@ def with_dpo(recipe: Recipe, **fields: Any) -> Recipe:
         "batch_size": 16,
         "micro_batch_size": 16,
         "max_length": 128,
-        "optimizer": {"lr": 5e-4},
+        "beta": 0.5,
+        "optimizer": {"lr": 1e-3},
     }
     content = yaml.safe_load(dump_recipe(recipe))
     content["stages"]["preferred"] = {**stage, **fields}

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.builders import run_stage, smoke_recipe, stage_folder
+from tests.builders import read_metrics, run_stage, smoke_recipe, stage_folder, with_dpo
 from tests.invariants.ranks_worker import ADAM, ADAM_VARIED, PLAIN, VARIED, Case
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,3 +105,20 @@ def test_two_ranks_allocate_and_answer_as_one(tmp_path):
     first = {count: [row for row in table if row["step"] == 1] for count, table in tables.items()}
     assert first[1] == first[2]
     assert len(first[1]) == 8
+
+
+def test_two_ranks_learn_preferences_as_one(tmp_path):
+    """Three pairs, one at a time: the second rank's last micro-batch is empty."""
+    short = smoke_recipe(["stages.teacher.steps=5", "stages.teacher.optimizer.warmup_steps=0"])
+    recipe = with_dpo(short, steps=4, batch_size=3, micro_batch_size=1)
+    for name in ("data", "teacher"):
+        run_stage(recipe, name, tmp_path)
+    values = {}
+    for processes in (1, 2):
+        folder = stage_folder(recipe, "preferred", tmp_path)
+        launch(processes, "dynamo_core.stages", str(folder))
+        values[processes] = [line["values"] for line in read_metrics(folder)]
+        folder.rename(tmp_path / f"preferred-{processes}")
+    assert values[1][-1]["preference/margin"] != 0
+    for alone, two in zip(values[1], values[2], strict=True):
+        assert two == pytest.approx(alone, rel=1e-3, abs=1e-5)

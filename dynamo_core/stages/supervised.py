@@ -24,8 +24,7 @@ from dynamo_core.training.models import (
     parameter_count,
     save_model,
 )
-from dynamo_core.training.preference import PreferenceLoss
-from dynamo_core.training.supervised import Collation, DistillationLoss, EncodedRows, NextTokenLoss, Row, train
+from dynamo_core.training.supervised import Collation, EncodedRows, Loss, Row, train
 from dynamo_core.types import Demonstration
 
 
@@ -58,7 +57,7 @@ def fit(
     stage: SftStage | DistillStage | DpoStage,
     ranks: Ranks,
     *,
-    loss: NextTokenLoss | DistillationLoss | PreferenceLoss,
+    loss: Loss,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     encoded: EncodedRows[Row],

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.algorithms.preference import dpo_loss, dpo_metrics
@@ -16,7 +15,7 @@ from dynamo_core.data.batching import TokenRow, pad_rows
 from dynamo_core.data.templates import encode_demonstration, encode_prompt
 from dynamo_core.errors import DataError
 from dynamo_core.training.policy import TokenScorer
-from dynamo_core.training.supervised import Collation, EncodedRows
+from dynamo_core.training.supervised import Collation, EncodedRows, Loss
 from dynamo_core.types import Message, PreferencePair
 
 
@@ -28,7 +27,7 @@ class TokenPair:
     rejected: TokenRow
 
 
-class PreferenceLoss(nn.Module):
+class PreferenceLoss(Loss):
     """Sigmoid DPO with label smoothing. The reference is the model as it is now."""
 
     parts = ("preference/margin", "preference/accuracy", "preference/chosen_reward", "preference/rejected_reward")

@@ -42,7 +42,14 @@ class Report(Protocol):
         ...
 
 
-class NextTokenLoss(nn.Module):
+class Loss(nn.Module):
+    """What is trained: called with a collation's inputs, it returns (loss, *parts), scalars."""
+
+    parts: tuple[str, ...]
+    """Metric names."""
+
+
+class NextTokenLoss(Loss):
     """Cross-entropy with the data, weighted by token."""
 
     parts = ("train/cross_entropy",)
@@ -65,7 +72,7 @@ class NextTokenLoss(nn.Module):
         return loss, loss.detach()
 
 
-class DistillationLoss(nn.Module):
+class DistillationLoss(Loss):
     """Forward KL to the teacher at a temperature, mixed with cross-entropy with the data (Hinton et al. 2015)."""
 
     parts = ("train/cross_entropy", "train/kl")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.algorithms.preference import dpo_loss, dpo_metrics
@@ -40,6 +41,10 @@ class PreferenceLoss(Loss):
         self._scorers = (TokenScorer(model), TokenScorer(frozen))
         self._beta = beta
         self._label_smoothing = label_smoothing
+
+    def external_parameters(self) -> list[nn.Parameter]:
+        """Those of the policy's scorer; the reference is never sharded."""
+        return self._scorers[0].external_parameters()
 
     def forward(
         self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_P: torch.Tensor

@@ -22,7 +22,7 @@ from dynamo_core.errors import NumericalFailure, RecipeError
 from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.transformers_engine import TransformersEngine
 from dynamo_core.stages.manifest import read_manifest
-from dynamo_core.training import distributed, quantisation
+from dynamo_core.training import distributed, lora, quantisation
 from dynamo_core.training.critic import Critic
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.lora import adapters_off, add_adapters, has_adapters, merged, parameter_counts, publish

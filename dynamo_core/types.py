@@ -54,6 +54,16 @@ class Demonstration:
 
 
 @dataclass(frozen=True)
+class PreferencePair:
+    """A conversation that ends with a user turn, and two answers to it: `chosen` is the better one."""
+
+    prompt_id: str
+    messages: tuple[Message, ...]
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. `temperature` 0 means greedy. It divides logits on every log-prob path."""
 

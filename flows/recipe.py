@@ -12,6 +12,7 @@ from dynamo_core.files import write_atomically
 from flows.servers import tracking_target
 from tasks.cache import StageReference, stage_key
 from tasks.distill import distill
+from tasks.dpo import dpo
 from tasks.evaluate import evaluate
 from tasks.outbox import Tracker
 from tasks.preflight import preflight
@@ -25,6 +26,7 @@ TASKS: Final[dict[str, StageFunction]] = {
     "prepare_data": prepare_data,
     "sft": sft,
     "distill": distill,
+    "dpo": dpo,
     "reinforce": reinforce,
     "evaluate": evaluate,
 }

@@ -26,7 +26,7 @@ from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stages import PrepareDataStage, Stage
 from dynamo_core.errors import RecipeError
 from dynamo_core.files import file_digest, find_damage, write_atomically
-from dynamo_core.stages.manifest import MANIFEST, Manifest, read_manifest
+from dynamo_core.stages.manifest import CHECKPOINTS, MANIFEST, Manifest, read_manifest
 from tasks.code import code_digest
 from tasks.store import Store
 
@@ -156,8 +156,13 @@ def look_up(store: Store, name: str, key: str) -> Hit | Miss:
             miss = Miss(f"damaged: {damage}")
         elif folder == own and folder.is_dir():
             unreadable = manifest is None and (folder / MANIFEST).exists()
-            miss = Miss(f"damaged: {MANIFEST} is unreadable" if unreadable else "did not finish")
+            miss = Miss(f"damaged: {MANIFEST} is unreadable" if unreadable else f"did not finish{_way_back(folder)}")
     return miss
+
+
+def _way_back(folder: Path) -> str:
+    saved = sorted((folder / CHECKPOINTS).glob("step-*"))
+    return f", goes on after step {int(saved[-1].name.removeprefix('step-'))}" if saved else ""
 
 
 @contextlib.contextmanager

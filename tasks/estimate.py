@@ -7,7 +7,7 @@ from typing import Final
 from dynamo_core.config.models import Lora, ScratchModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
 from dynamo_core.config.stage_base import TrainingStage
-from dynamo_core.config.stages import DistillStage
+from dynamo_core.config.stages import DistillStage, DpoStage
 from tasks.launch import resources_of
 
 _TRAINING_BYTES: Final = 16
@@ -59,4 +59,6 @@ def training_bytes(recipe: Recipe, name: str) -> int | None:
     if isinstance(stage, DistillStage) and stage.teacher_from:
         teacher = model_of(recipe, stage.teacher_from)
         total += 0 if teacher is None else parameter_count(teacher) * _WEIGHT_BYTES
+    if isinstance(stage, DpoStage):
+        total += parameters * _WEIGHT_BYTES  # the reference
     return total

@@ -17,7 +17,7 @@ from tasks.follow import MetricsLine
 from tasks.terminal import out, say
 
 LINE_SECONDS: Final = 5.0
-_SHOWN: Final = {"reward/mean": "reward", "train/loss": "loss"}
+_SHOWN: Final = {"reward/mean": "reward", "train/loss": "loss", "preference/accuracy": "accuracy"}
 
 
 def total_steps(spec: StageSpec) -> int | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core import stages
-from dynamo_core.config.load import load_recipe
+from dynamo_core.config.load import dump_recipe, load_recipe, parse_recipe
 from dynamo_core.config.models import ScratchModel
 from dynamo_core.config.recipe import Recipe
 from dynamo_core.config.spec import StageSpec
@@ -61,6 +62,23 @@ def requests(
 def smoke_recipe(overrides: Sequence[str] = ()) -> Recipe:
     """configs/smoke.yaml with `a.b=value` overrides."""
     return load_recipe(CONFIGS / "smoke.yaml", list(overrides))
+
+
+def with_dpo(recipe: Recipe, **fields: Any) -> Recipe:
+    """`recipe` with a small dpo stage `preferred` after its others, which goes on from `teacher`."""
+    stage: dict[str, Any] = {
+        "type": "dpo",
+        "model_from": "teacher",
+        "steps": 30,
+        "batch_size": 16,
+        "micro_batch_size": 16,
+        "max_length": 128,
+        "beta": 0.5,
+        "optimizer": {"lr": 1e-3},
+    }
+    content = yaml.safe_load(dump_recipe(recipe))
+    content["stages"]["preferred"] = {**stage, **fields}
+    return parse_recipe(content, "with_dpo")
 
 
 def stage_folder(recipe: Recipe, name: str, root: Path) -> Path:

@@ -21,7 +21,7 @@ import torch
 from dynamo_core.algorithms.checks import at_least_float32, fail, whole, zero_outside
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-_LOWEST: Final = -1e4  # its exp is exactly 0, in float64 too: impossible tokens add nothing, not -inf * 0
+LOWEST: Final = -1e4  # its exp is exactly 0, in float64 too: impossible tokens add nothing, not -inf * 0
 
 _CACHED: Final = 1 << 19  # logits worked on at once: 2 MiB in float32, with as much scratch
 
@@ -49,7 +49,7 @@ class LogitSums:
     """The four sums, fed with one vocabulary chunk after another.
 
     Differentiable in the logits, unless `overwrite`: then `update` works in the logits' own memory,
-    a few rows at a time so that they stay in the processor's cache; logits must then be finite.
+    a few rows at a time so that they stay in the processor's cache.
     """
 
     def __init__(self, *, overwrite: bool = False) -> None:
@@ -68,15 +68,27 @@ class LogitSums:
         new = _State(maximum, *sums)
         self._state = new if self._state is None else _merged(self._state, new, safe)
 
+    def log_normaliser(self) -> torch.Tensor:
+        """log sum exp of all logits, [...].
+
+        Raises:
+            AlgorithmError: no chunk was added.
+        """
+        state = self._added()
+        return state.maximum + state.s.log()
+
+    def _added(self) -> _State:
+        if self._state is None:
+            fail("LogitSums", "empty", "updated with at least one chunk")
+        return self._state
+
     def statistics(self, action_logit: torch.Tensor) -> TokenStatistics:
         """The statistics, given the logit z_a of the token that was taken, [...].
 
         Raises:
             AlgorithmError: no chunk was added.
         """
-        if self._state is None:
-            fail("LogitSums", "empty", "updated with at least one chunk")
-        maximum, s, su, q, qu = self._state
+        maximum, s, su, q, qu = self._added()
         u_a = at_least_float32(action_logit) - maximum
         log_s, mean_u = s.log(), su / s
         log_prob = u_a - log_s
@@ -88,7 +100,7 @@ class LogitSums:
 
 def _sums(z: torch.Tensor, maximum: torch.Tensor) -> Sums:
     """(S, S_u, Q, Q_u) of logits z [..., C] relative to `maximum` [...]."""
-    u = (z - maximum.unsqueeze(-1)).clamp(min=_LOWEST)
+    u = (z - maximum.unsqueeze(-1)).clamp(min=LOWEST)
     e = u.exp()
     eu = e * u
     return e.sum(-1), eu.sum(-1), (e * e).sum(-1), (e * eu).sum(-1)
@@ -101,12 +113,13 @@ def row_blocks(rows: int, columns: int) -> list[slice]:
 
 
 def _sums_in_place(z: torch.Tensor, maximum: torch.Tensor) -> Sums:
-    """`_sums` of finite logits, in their memory."""
+    """`_sums` in the memory of the logits."""
     rows = z.view(-1, z.shape[-1])
     sums = z.new_empty(4, len(rows))
     scratch = torch.empty_like(rows[: max(1, _CACHED // max(z.shape[-1], 1))])
     for block in row_blocks(*rows.shape):
-        u, out = rows[block].sub_(maximum.view(-1, 1)[block]), sums[:, block]
+        out = sums[:, block]
+        u = rows[block].sub_(maximum.view(-1, 1)[block]).clamp_(min=LOWEST)
         e = torch.exp(u, out=scratch[: len(u)])
         torch.sum(e, -1, out=out[0])
         torch.sum(u.mul_(e), -1, out=out[1])

@@ -52,8 +52,10 @@ Precision = Literal["float32", "bfloat16"]
 class Engine(Frozen):
     """How DeepSpeed holds the model while it trains."""
 
-    zero_stage: Annotated[int, Field(ge=0, le=2)] = 0
-    """0 is fastest for tiny models; 1 shards optimizer states, 2 gradients as well."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """0 is fastest for tiny models; 1 shards optimizer states, 2 gradients as well, 3 parameters as well."""
+    offload: Literal["none", "cpu"] = "none"
+    """cpu: optimizer states (under stage 3 parameters too) live in the main memory. Needs zero_stage 1 or more."""
     precision: Precision = "float32"
     """bfloat16 keeps float32 master weights."""
     gradient_checkpointing: bool = False

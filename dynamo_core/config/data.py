@@ -10,7 +10,10 @@ from dynamo_core.config.base import Frozen, PositiveInt, Share
 
 
 class ArithmeticSource(Frozen):
-    """The built-in task: chains of additions and subtractions, with noisy worked solutions."""
+    """The built-in task: chains of additions and subtractions, with noisy worked solutions.
+
+    Each problem also has a preference pair: the right solution, and one with a slip.
+    """
 
     type: Literal["arithmetic"]
     problems: PositiveInt = 3600
@@ -34,7 +37,9 @@ class ArithmeticSource(Frozen):
 class MessagesSource(Frozen):
     """A JSON-lines file: {"messages": [{"role", "content"}, ...], "answer": "...", "difficulty": "...", "id": "..."}.
 
-    Rows that end with an assistant turn are demonstrations; rows with an answer are tasks; a row may be both.
+    Rows that end with an assistant turn are demonstrations; rows with an answer are tasks; a row may be both. Rows that
+    end with a user turn may bring "chosen" and "rejected", each a text or a list of one assistant message: a preference
+    pair.
     """
 
     type: Literal["messages"]

@@ -9,10 +9,12 @@ from pydantic import Field, model_validator
 from dynamo_core.config.base import Frozen, NonNegativeInt, Resources
 from dynamo_core.config.models import ScratchModel
 from dynamo_core.config.reinforce import ReinforceStage
-from dynamo_core.config.stages import DistillStage, EvaluateStage, PrepareDataStage, SftStage, Stage
+from dynamo_core.config.stages import DistillStage, DpoStage, EvaluateStage, PrepareDataStage, SftStage, Stage
 
 StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
-MODEL_STAGES = (SftStage, DistillStage, ReinforceStage)
+MODEL_STAGES = (SftStage, DistillStage, DpoStage, ReinforceStage)
+_CONTINUING = (DpoStage, ReinforceStage)
+"""Stages that go on from the latest model where the recipe names none."""
 
 
 class Recipe(Frozen):
@@ -80,7 +82,7 @@ def _check_stage(recipe: Recipe, name: str, stage: Stage) -> None:
         return
     if isinstance(stage, DistillStage):
         _check_reference(recipe, name, "teacher_from", stage.teacher_from, MODEL_STAGES)
-    if isinstance(stage, ReinforceStage) and stage.model is None:
+    if isinstance(stage, _CONTINUING) and stage.model is None:
         _check_reference(recipe, name, "model_from", stage.model_from, MODEL_STAGES)
     elif (stage.model is None) == (stage.model_from is None):
         raise ValueError(
@@ -120,6 +122,6 @@ def _resolve_stage(recipe: Recipe, name: str, stage: Stage) -> Stage:
         update["models_from"] = stage.models_from or tuple(models)
     if isinstance(stage, DistillStage):
         update["teacher_from"] = stage.teacher_from or models[-1]
-    if isinstance(stage, ReinforceStage) and stage.model is None:
+    if isinstance(stage, _CONTINUING) and stage.model is None:
         update["model_from"] = stage.model_from or models[-1]
     return stage.model_copy(update=update)

@@ -33,9 +33,9 @@ class TrainingStage(BaseStage):
     """A stage that trains a model with DeepSpeed."""
 
     steps: PositiveInt
-    """sft, distill: optimizer steps. reinforce: rollout steps of `updates_per_step` optimizer steps."""
+    """sft, distill, dpo: optimizer steps. reinforce: rollout steps of `updates_per_step` optimizer steps."""
     micro_batch_size: PositiveInt
-    """Rows a rank computes at once; changes memory and speed, not the result."""
+    """Rows (dpo: pairs) a rank computes at once; changes memory and speed, not the result."""
     lora: Lora | None = None
     """Train adapters instead of all weights."""
     optimizer: Optimizer
@@ -55,5 +55,9 @@ class TrainingStage(BaseStage):
                 f" {self.optimizer_steps} optimizer steps"
             )
         if self.engine.precision == "bfloat16" and self.engine.zero_stage == 0:
-            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 or 2, which keep float32 masters")
+            raise ValueError("engine.precision bfloat16 needs engine.zero_stage 1 to 3, which keep float32 masters")
+        if self.lora is not None and self.engine.zero_stage == 3:
+            raise ValueError("lora needs engine.zero_stage 0 to 2: frozen weights are not sharded")
+        if self.engine.offload != "none" and self.engine.zero_stage == 0:
+            raise ValueError("engine.offload needs engine.zero_stage 1 to 3: stage 0 has no sharded states to move")
         return self

@@ -1,4 +1,4 @@
-"""The other stages: prepare_data, sft, distill, evaluate."""
+"""The other stages: prepare_data, sft, distill, dpo, evaluate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dynamo_core.config.base import Frozen, PositiveFloat, PositiveInt, Precision, Sampling, Share
 from dynamo_core.config.data import Source, Split
-from dynamo_core.config.models import Model
+from dynamo_core.config.models import Model, PretrainedModel
 from dynamo_core.config.reinforce import MathAnswerReward, ReinforceStage
 from dynamo_core.config.stage_base import BaseStage, TrainingStage
 
@@ -56,6 +56,24 @@ class DistillStage(TrainingStage):
     """Weight of the forward KL; 1 - kl_weight goes to the cross-entropy with the data."""
 
 
+class DpoStage(TrainingStage):
+    """Direct preference optimisation on pairs of answers, towards a frozen copy of the starting model."""
+
+    type: Literal["dpo"]
+    model: PretrainedModel | None = None
+    """The policy to start from; leave out with `model_from`."""
+    model_from: str | None = None
+    data_from: str | None = None
+    batch_size: PositiveInt
+    """Pairs of one optimizer step, over all ranks."""
+    max_length: PositiveInt = 512
+    """Pairs with a longer row are left out, counted and listed."""
+    beta: PositiveFloat = 0.1
+    """Strength of the tie to the starting model: a reward is beta times the log-ratio to it."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed share of pairs that are the wrong way round (conservative DPO)."""
+
+
 class Latency(Frozen):
     """How speed is measured: one prompt at a time, greedy."""
 
@@ -90,5 +108,5 @@ class EvaluateStage(BaseStage):
 
 
 Stage = Annotated[
-    PrepareDataStage | SftStage | DistillStage | ReinforceStage | EvaluateStage, Field(discriminator="type")
+    PrepareDataStage | SftStage | DistillStage | DpoStage | ReinforceStage | EvaluateStage, Field(discriminator="type")
 ]

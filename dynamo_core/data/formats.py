@@ -113,16 +113,38 @@ def _raw_row(fields: dict[str, Any], file: str, row: int) -> RawRow:
         raise _Unusable(Reason.EMPTY_MESSAGES, messages)
     if not isinstance(messages, list):
         raise _Unusable(Reason.SCHEMA_MISMATCH, messages)
+    turns, pair = tuple(_turn(message) for message in messages), _pair(fields)
+    if pair is not None and turns and turns[-1][0] == "assistant":
+        raise _Unusable(Reason.PAIR_AFTER_ASSISTANT, turns[-1][1])
     return RawRow(
         file=file,
         row=row,
         source=Path(file).name,
-        turns=tuple(_turn(message) for message in messages),
+        turns=turns,
         answer=_text_field(fields, "answer"),
         answer_given="answer" in fields,
         difficulty=_text_field(fields, "difficulty") or "",
         own_id=_text_field(fields, "id"),
+        pair=pair,
     )
+
+
+def _pair(fields: dict[str, Any]) -> tuple[object, object] | None:
+    """(chosen, rejected) as found; None for a row with neither."""
+    given = [key for key in ("chosen", "rejected") if key in fields]
+    if len(given) == 1:
+        raise _Unusable(Reason.INCOMPLETE_PAIR, f"only '{given[0]}'")
+    return (_reply(fields["chosen"]), _reply(fields["rejected"])) if given else None
+
+
+def _reply(value: object) -> object:
+    """The text of one side of a pair; a list must hold one assistant message, whose content it is."""
+    if not isinstance(value, list):
+        return _encodable(value)
+    turns = [_turn(message) for message in value]
+    if len(turns) != 1 or turns[0][0] != "assistant":
+        raise _Unusable(Reason.SCHEMA_MISMATCH, value)
+    return turns[0][1]
 
 
 def _text_field(fields: dict[str, Any], key: str) -> str | None:

@@ -68,9 +68,10 @@ class Chain:
 
 
 def generate(source: ArithmeticSource, seed: int) -> Iterator[RawRow]:
-    """`source.problems` distinct problems, each with its right answer and a demonstration that may be wrong.
+    """`source.problems` distinct problems, each with its right answer, a demonstration that may be wrong, and a pair.
 
-    The problems depend on the seed and the numbers of terms alone: other shares of noise leave them as they are.
+    A pair prefers the right solution to one with a slip. Problems and pairs depend on the seed and the numbers of terms
+    alone: other shares of noise leave them as they are.
 
     Raises:
         DataError: there are not enough distinct problems with some number of terms.
@@ -78,7 +79,7 @@ def generate(source: ArithmeticSource, seed: int) -> Iterator[RawRow]:
     row = 0
     for index, (terms, wrong_share) in enumerate(zip(source.terms, source.wrong_share, strict=True)):
         count = source.problems // len(source.terms) + (index < source.problems % len(source.terms))
-        noise = np.random.default_rng([seed, terms, 1])
+        noise, slips = np.random.default_rng([seed, terms, 1]), np.random.default_rng([seed, terms, 2])
         for chain in _distinct_chains(count, terms, np.random.default_rng([seed, terms, 0])):
             results = chain.partial_results()
             shown = _with_slip(chain, noise) if noise.random() < wrong_share else results
@@ -91,6 +92,7 @@ def generate(source: ArithmeticSource, seed: int) -> Iterator[RawRow]:
                 answer_given=True,
                 difficulty=str(terms),
                 own_id=None,
+                pair=(chain.solution(results), chain.solution(_with_slip(chain, slips))),
             )
             row += 1
 

@@ -1,4 +1,4 @@
-"""The stored form of prepared rows: `<stage folder>/data/{sft,rl,validation,test}.parquet`, one fixed schema.
+"""The stored form of prepared rows: `<stage folder>/data/{sft,preference,rl,validation,test}.parquet`, fixed schemas.
 
 Rows are ordered by the sha256 of their prompt_id, so that the first k rows are a fixed sample of the split, which
 grows with k and does not depend on the order of the source.
@@ -15,29 +15,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dynamo_core.errors import DataError
-from dynamo_core.types import Demonstration, Message, PromptRow
+from dynamo_core.types import Demonstration, Message, PreferencePair, PromptRow
 
-SPLITS: Final = ("sft", "rl", "validation", "test")
-SCHEMA: Final = pa.schema(
-    [
-        pa.field("prompt_id", pa.string(), nullable=False),
-        pa.field(
-            "messages",
-            pa.list_(
-                pa.struct(
-                    [
-                        pa.field("role", pa.string(), nullable=False),
-                        pa.field("content", pa.string(), nullable=False),
-                    ]
-                )
-            ),
-            nullable=False,
-        ),
-        pa.field("answer", pa.string()),  # null for a demonstration whose prompt has no known answer
-        pa.field("difficulty", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-    ]
+
+def _text(name: str) -> pa.Field:
+    return pa.field(name, pa.string(), nullable=False)
+
+
+_MESSAGES: Final = pa.field("messages", pa.list_(pa.struct([_text("role"), _text("content")])), nullable=False)
+_ANSWER: Final = pa.field("answer", pa.string())  # null for a demonstration whose prompt has no known answer
+_ROW: Final = pa.schema([_text("prompt_id"), _MESSAGES, _ANSWER, _text("difficulty"), _text("source")])
+_PAIR: Final = pa.schema(
+    [_text("prompt_id"), _MESSAGES, _text("chosen"), _text("rejected"), _text("difficulty"), _text("source")]
 )
+SCHEMAS: Final = {"sft": _ROW, "preference": _PAIR, "rl": _ROW, "validation": _ROW, "test": _ROW}
 
 
 def order_key(prompt_id: str) -> str:
@@ -46,9 +37,9 @@ def order_key(prompt_id: str) -> str:
 
 
 def write_split(data_folder: Path, split: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `rows` (dicts with the columns of SCHEMA, in their final order) as one split."""
+    """Write `rows` (dicts with the columns of the split's schema, in their final order) as one split."""
     data_folder.mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), data_folder / f"{split}.parquet")
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMAS[split]), data_folder / f"{split}.parquet")
 
 
 def read_demonstrations(data_folder: Path) -> list[Demonstration]:
@@ -59,6 +50,16 @@ def read_demonstrations(data_folder: Path) -> list[Demonstration]:
     """
     rows = _read_split(data_folder, "sft")
     return [Demonstration(row["prompt_id"], _messages(row)) for row in rows]
+
+
+def read_pairs(data_folder: Path) -> list[PreferencePair]:
+    """The preference pairs of training prompts, in their stored order.
+
+    Raises:
+        DataError: there are none, or the file is missing or damaged.
+    """
+    rows = _read_split(data_folder, "preference")
+    return [PreferencePair(row["prompt_id"], _messages(row), row["chosen"], row["rejected"]) for row in rows]
 
 
 def read_prompts(data_folder: Path, split: Literal["rl", "validation", "test"]) -> list[PromptRow]:
@@ -85,7 +86,7 @@ def _read_split(data_folder: Path, split: str) -> list[dict[str, Any]]:
         raise DataError(f"the split '{split}' is missing: {path}", "run prepare_data again") from error
     except pa.ArrowInvalid as error:
         raise DataError(f"the split '{split}' is damaged: {path}: {error}", "run prepare_data again") from error
-    if not table.schema.equals(SCHEMA):
+    if not table.schema.equals(SCHEMAS[split]):
         raise DataError(f"the split '{split}' has other columns than expected: {path}", "run prepare_data again")
     if table.num_rows == 0:
         raise DataError(f"the split '{split}' holds no rows: {path}", "add rows or change the split's shares")

@@ -1,6 +1,7 @@
 """What a row must be, as pandera schemas, and what becomes of a row that is not.
 
-Two frames are checked: one line per turn (role, content, order) and one line per row (number of turns, how it ends).
+Three frames are checked: one line per turn (role, content, order), one line per row (number of turns, how it ends) and
+one line per preference pair (two texts that differ).
 The name of each check is the reason code that the quarantine file shows. A rejected row is never dropped silently.
 """
 
@@ -38,6 +39,8 @@ class Reason(StrEnum):
     NAN_VALUE = "nan_value"
     BAD_UNICODE = "bad_unicode"
     SCHEMA_MISMATCH = "schema_mismatch"
+    INCOMPLETE_PAIR = "incomplete_pair"
+    PAIR_AFTER_ASSISTANT = "pair_after_assistant"
     EMPTY_MESSAGES = "empty_messages"
     UNKNOWN_ROLE = "unknown_role"
     NULL_CONTENT = "null_content"
@@ -53,6 +56,7 @@ class Reason(StrEnum):
     MISSING_GOLD = "missing_gold"
     ENDS_WITH_USER = "ends_with_user"
     NO_ASSISTANT_TURN = "no_assistant_turn"
+    EQUAL_PAIR = "equal_pair"
     CONFLICTING_ID = "conflicting_id"
     CONFLICTING_GOLD = "conflicting_gold"
     DUPLICATE_EXACT = "duplicate_exact"
@@ -83,11 +87,16 @@ class RawRow:
     answer_given: bool
     difficulty: str
     own_id: str | None
+    pair: tuple[object, object] | None = None
+    """(chosen, rejected) as found, answers to the turns up to the last user's."""
 
 
 @dataclass(frozen=True)
 class CheckedRow:
-    """A sound row: a task (`answer`), a demonstration (`reply`), or both. `prompt` ends with a user turn."""
+    """A sound row: a task (`answer`), a demonstration (`reply`), a preference (`pair`), or several of them.
+
+    `prompt` ends with a user turn.
+    """
 
     file: str
     row: int
@@ -97,6 +106,8 @@ class CheckedRow:
     answer: str | None
     difficulty: str
     own_id: str | None
+    pair: tuple[str, str] | None = None
+    """(chosen, rejected)."""
 
 
 def _check(reason: Reason, holds: Callable[[Any], bool]) -> pa.Check:
@@ -104,26 +115,22 @@ def _check(reason: Reason, holds: Callable[[Any], bool]) -> pa.Check:
     return pa.Check(holds, element_wise=True, ignore_na=False, error=str(reason))
 
 
+_CONTENT: Final = [
+    _check(Reason.NULL_CONTENT, lambda content: content is not None),
+    _check(Reason.NON_STRING_CONTENT, lambda content: content is None or isinstance(content, str)),
+    _check(Reason.EMPTY_CONTENT, lambda content: not isinstance(content, str) or bool(content.strip())),
+    _check(Reason.CONTROL_CHARS, lambda content: not isinstance(content, str) or _CONTROL.search(content) is None),
+    _check(
+        Reason.SPECIAL_TOKEN_IN_CONTENT,
+        lambda content: not isinstance(content, str) or _SPECIAL_TOKEN.search(content) is None,
+    ),
+]
+"""What every text must be that a model is to read or write."""
+
 TURNS: Final = pa.DataFrameSchema(
     {
         "role": pa.Column(object, _check(Reason.UNKNOWN_ROLE, lambda role: role in ROLES), nullable=True),
-        "content": pa.Column(
-            object,
-            [
-                _check(Reason.NULL_CONTENT, lambda content: content is not None),
-                _check(Reason.NON_STRING_CONTENT, lambda content: content is None or isinstance(content, str)),
-                _check(Reason.EMPTY_CONTENT, lambda content: not isinstance(content, str) or bool(content.strip())),
-                _check(
-                    Reason.CONTROL_CHARS,
-                    lambda content: not isinstance(content, str) or _CONTROL.search(content) is None,
-                ),
-                _check(
-                    Reason.SPECIAL_TOKEN_IN_CONTENT,
-                    lambda content: not isinstance(content, str) or _SPECIAL_TOKEN.search(content) is None,
-                ),
-            ],
-            nullable=True,
-        ),
+        "content": pa.Column(object, _CONTENT, nullable=True),
         "step": pa.Column(
             object,
             [
@@ -159,9 +166,18 @@ ROWS: Final = pa.DataFrameSchema(
 )
 """One line per row; `use` says in words what the row is good for."""
 
+PAIRS: Final = pa.DataFrameSchema(
+    {
+        "chosen": pa.Column(object, _CONTENT, nullable=True),
+        "rejected": pa.Column(object, _CONTENT, nullable=True),
+        "both": pa.Column(object, _check(Reason.EQUAL_PAIR, lambda both: not _equal(*both))),
+    }
+)
+"""One line per preference pair; `both` is (chosen, rejected)."""
+
 
 def validate(rows: Sequence[RawRow]) -> tuple[list[CheckedRow], list[Rejected]]:
-    """Check `rows` against TURNS and ROWS; both results keep the order of the rows."""
+    """Check `rows` against TURNS, ROWS and PAIRS; both results keep the order of the rows."""
     if not rows:
         return [], []
     faults: dict[int, list[tuple[int, str]]] = {}
@@ -170,6 +186,9 @@ def validate(rows: Sequence[RawRow]) -> tuple[list[CheckedRow], list[Rejected]]:
         faults.setdefault(owners[line], []).append((_PRECEDENCE[reason], value))
     for line, reason, value in _failures(ROWS, _row_frame(rows)):
         faults.setdefault(line, []).append((_PRECEDENCE[reason], value))
+    owners, pairs = _pair_frame(rows)
+    for line, reason, value in _failures(PAIRS, pairs):
+        faults.setdefault(owners[line], []).append((_PRECEDENCE[reason], value))
     checked = [_checked(row) for index, row in enumerate(rows) if index not in faults]
     rejected = []
     for index in sorted(faults):
@@ -212,6 +231,23 @@ def _turn_frame(rows: Sequence[RawRow]) -> tuple[list[int], pd.DataFrame]:
     return owners, pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
 
 
+def _pair_frame(rows: Sequence[RawRow]) -> tuple[list[int], pd.DataFrame]:
+    """The row that owns each pair, and the frame that PAIRS describes."""
+    found = [(index, row.pair) for index, row in enumerate(rows) if row.pair is not None]
+    columns = {
+        "chosen": [chosen for _, (chosen, _) in found],
+        "rejected": [rejected for _, (_, rejected) in found],
+        "both": [pair for _, pair in found],
+    }
+    frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
+    return [index for index, _ in found], frame
+
+
+def _equal(chosen: object, rejected: object) -> bool:
+    """Whether two texts differ in outer blanks at most, which is nothing to prefer."""
+    return isinstance(chosen, str) and isinstance(rejected, str) and chosen.strip() == rejected.strip()
+
+
 def _row_frame(rows: Sequence[RawRow]) -> pd.DataFrame:
     columns = {
         "answer": [row.answer for row in rows],
@@ -229,8 +265,8 @@ def _use(row: RawRow) -> str:
         return "no user turn"
     if roles[-1] == "assistant":
         return "a demonstration" if row.answer is None else "a demonstration and a task"
-    if row.answer is not None:
-        return "a task"
+    if row.answer is not None or row.pair is not None:
+        return "a task or a preference"
     if row.answer_given:
         return "a task whose answer is null"
     if "assistant" in roles:
@@ -250,4 +286,5 @@ def _checked(row: RawRow) -> CheckedRow:
         answer=None if row.answer is None else row.answer.strip(),
         difficulty=row.difficulty,
         own_id=row.own_id,
+        pair=None if row.pair is None else (str(row.pair[0]), str(row.pair[1])),
     )

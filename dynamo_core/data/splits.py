@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_core.config.data import Split
-from dynamo_core.data.rows import SPLITS, order_key
+from dynamo_core.data.rows import SCHEMAS, order_key
 from dynamo_core.data.schema import CheckedRow, Reason, Rejected, excerpt
 from dynamo_core.types import Message
 
@@ -29,6 +29,8 @@ class Prompt:
     answer: str | None
     replies: dict[str, CheckedRow] = field(default_factory=dict)
     """Distinct demonstrations by their text, in the order of the source."""
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    """Distinct (chosen, rejected), in the order of the source."""
 
 
 def prompt_digest(messages: Sequence[Message], answer: str | None = None) -> str:
@@ -50,7 +52,7 @@ def merge_prompts(rows: Iterable[CheckedRow]) -> tuple[list[Prompt], list[Reject
     """One `Prompt` for each distinct prompt text, and the rows that add nothing or contradict others.
 
     - Two answers for one prompt: all its rows that carry an answer are rejected, for none of them can be trusted.
-    - A row whose demonstration and answer are known already is a duplicate; the first one stays.
+    - A row whose demonstration, answer and pair are known already is a duplicate; the first one stays.
     - One id on two prompts: the rows of the later prompt are rejected, since everything is joined on the id.
     """
     groups: dict[str, list[CheckedRow]] = {}
@@ -75,16 +77,17 @@ def merge_prompts(rows: Iterable[CheckedRow]) -> tuple[list[Prompt], list[Reject
 
 
 def split_rows(prompts: Iterable[Prompt], split: Split, rl_prompts: int | None) -> dict[str, list[dict[str, Any]]]:
-    """Stored rows by split, in their final order. Demonstrations are kept for training prompts only.
+    """Stored rows by split, in their final order. Demonstrations and pairs are kept for training prompts only.
 
     Args:
         rl_prompts: how many training prompts the split `rl` keeps, those of lowest digest; None: all.
     """
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SPLITS}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
     for prompt in sorted(prompts, key=lambda prompt: order_key(prompt.prompt_id)):
         part = split_of(prompt.first.prompt, split)
         if part == "train":
             found["sft"].extend(_stored(prompt, row.reply) for row in prompt.replies.values())
+            found["preference"].extend(_stored_pair(prompt, *pair) for pair in prompt.pairs)
         if prompt.answer is not None:
             found["rl" if part == "train" else part].append(_stored(prompt, None))
     if rl_prompts is not None:
@@ -110,10 +113,13 @@ def _merge(group: list[CheckedRow]) -> tuple[Prompt, list[Rejected]]:
     for row in group:
         new_reply = row.reply is not None and row.reply.content not in prompt.replies
         new_answer = row.answer is not None and not answered
-        if not (new_reply or new_answer):
+        new_pair = row.pair is not None and row.pair not in prompt.pairs
+        if not (new_reply or new_answer or new_pair):
             copies.append(_reject(row, Reason.DUPLICATE_EXACT, row.prompt[-1].content))
         if new_reply and row.reply is not None:
             prompt.replies[row.reply.content] = row
+        if new_pair and row.pair is not None:
+            prompt.pairs.append(row.pair)
         answered = answered or new_answer
     return prompt, copies
 
@@ -127,6 +133,12 @@ def _stored(prompt: Prompt, reply: Message | None) -> dict[str, Any]:
         "difficulty": prompt.first.difficulty,
         "source": prompt.first.source,
     }
+
+
+def _stored_pair(prompt: Prompt, chosen: str, rejected: str) -> dict[str, Any]:
+    row = _stored(prompt, None)
+    del row["answer"]
+    return {**row, "chosen": chosen, "rejected": rejected}
 
 
 def _reject(row: CheckedRow, reason: Reason, value: str) -> Rejected:

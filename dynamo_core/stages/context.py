@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,11 +15,6 @@ import pyarrow.parquet as pq
 from dynamo_core.config.spec import StageSpec
 from dynamo_core.errors import DataError
 from dynamo_core.metrics import MetricsWriter
-
-if TYPE_CHECKING:
-    from dynamo_core.config.stage_base import Checkpoints
-    from dynamo_core.training.checkpoint import Checkpointer, Savable
-    from dynamo_core.training.distributed import Ranks
 
 
 class TableWriter:
@@ -77,32 +72,6 @@ class StageContext:
             rank=rank,
             world_size=world_size,
         )
-
-    def checkpointer(
-        self, config: Checkpoints, ranks: Ranks, parts: Mapping[str, Savable], *, steps: int
-    ) -> Checkpointer:
-        """Of this stage; `parts` and `steps` as in Checkpointer."""
-        from dynamo_core.training.checkpoint import Checkpointer  # noqa: PLC0415  (torch: not for data stages)
-
-        return Checkpointer(self.folder, self.spec.key, config, ranks, parts, steps=steps)
-
-    def resume(self, checkpoints: Checkpointer) -> tuple[int, dict[str, Any]]:
-        """(last finished step, what the loop had remembered) of the newest checkpoint; (0, {}) where there is none.
-
-        Metrics and tables go back to that step.
-        """
-        found = checkpoints.resume()
-        if found is None:
-            self.tables.cut(-1)
-            return 0, {}
-        self.tables.cut(found.step)
-        self.metrics.resume(found.state["metrics"])
-        return found.step, found.state
-
-    def state(self, step: int, **parts: Any) -> dict[str, Any]:
-        """`parts` and the position of metrics, for a checkpoint; tables are written up to `step` first."""
-        self.tables.flush(step)
-        return {"metrics": self.metrics.state_dict(), **parts}
 
     def input(self, role: str) -> Path:
         """Folder of an input stage.

@@ -10,7 +10,7 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.supervised import demonstrations_of, fit, start_model
 from dynamo_core.training import distributed
 from dynamo_core.training.models import DTYPES, load_model, load_tokenizer
-from dynamo_core.training.supervised import DistillationLoss
+from dynamo_core.training.supervised import TOKENS, DistillationLoss, encode_rows
 
 
 def run(context: StageContext) -> dict[str, float]:
@@ -23,7 +23,16 @@ def run(context: StageContext) -> dict[str, float]:
         _check_vocabulary(tokenizer.get_vocab(), load_tokenizer(teacher_folder).get_vocab())
         teacher = load_model(teacher_folder, dtype=DTYPES[stage.engine.precision], device=ranks.device).eval()
         loss = DistillationLoss(student, teacher, temperature=stage.temperature, kl_weight=stage.kl_weight)
-        return fit(context, stage, ranks, loss=loss, model=student, tokenizer=tokenizer, demonstrations=demonstrations)
+        return fit(
+            context,
+            stage,
+            ranks,
+            loss=loss,
+            model=student,
+            tokenizer=tokenizer,
+            encoded=encode_rows(tokenizer, demonstrations, stage.max_length),
+            collation=TOKENS,
+        )
 
 
 def _check_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:

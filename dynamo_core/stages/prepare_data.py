@@ -1,7 +1,7 @@
 """prepare_data: read -> validate -> merge -> quarantine -> split -> store.
 
-Leaves `data/{sft,rl,validation,test}.parquet` and `quarantine.jsonl` (file, row, reason, value). Needs no torch.
-The outputs depend on the rows, the stage's configuration and, for generated rows, the seed: byte for byte.
+Leaves `data/{sft,preference,rl,validation,test}.parquet` and `quarantine.jsonl` (file, row, reason, value). Needs no
+torch. The outputs depend on the rows, the stage's configuration and, for generated rows, the seed: byte for byte.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(context: StageContext) -> dict[str, float]:
     _write_quarantine(context.folder / QUARANTINE, rejected)
     _check_bad_share(rejected, rows_read, stage.max_bad_share, context.folder / QUARANTINE)
     splits = split_rows(prompts, stage.split, stage.rl_prompts)
-    if not splits["sft"] and not splits["rl"]:
+    if not splits["sft"] and not splits["rl"] and not splits["preference"]:
         raise DataError("no row is left for training", "add rows, or lower split.validation and split.test")
     for name, rows in splits.items():
         write_split(context.folder / "data", name, rows)

@@ -26,6 +26,7 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
 from dynamo_core.stages.reinforce_parts import Parts, Stateful, build
 from dynamo_core.stages.reinforce_report import StepReport
+from dynamo_core.stages.resume import resume, state
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated, prompt_weights
 from dynamo_core.training.critic import Critic, Values
@@ -54,11 +55,13 @@ def run(context: StageContext) -> dict[str, float]:
         with parts.checkpoints:
             loop(context, stage, parts)
             if ranks.first:
-                publish(model, tokenizer, context.folder)
-                if parts.critic is not None:
-                    cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
+                publish(parts.policy, tokenizer, context.folder)
+            if parts.critic is not None:
+                with parts.critic.engine.gathered():
+                    if ranks.first:
+                        cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
         ranks.barrier()
-        return {**context.metrics.last, **parameter_counts(model)}
+        return {**context.metrics.last, **parameter_counts(parts.policy)}
 
 
 def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
@@ -67,10 +70,10 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
     stats = _statistics(stage)
     sampling = Sampling(stage.sampling.temperature, stage.sampling.max_new_tokens, context.spec.seed)
     remembered: dict[str, Stateful] = {"sampler": sampler, "stats": stats, **parts.remembered}
-    done, state = context.resume(parts.checkpoints)
+    done, before = resume(context, parts.checkpoints)
     for name in remembered if done else ():
-        remembered[name].load_state_dict(state[name])
-    parts.rollout_engine.weight_version = done
+        remembered[name].load_state_dict(before[name])
+    parts.publish(done)
     for step in range(done + 1, stage.steps + 1):
         started = time.perf_counter()
         chosen = sampler.next(stage.prompts_per_step)
@@ -85,7 +88,7 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
         advantages_BL = modulated(stage, batch, given.advantages_BL)
         taught = teach(stage, parts, batch, values, given.returns_BL)
         updated = improve(stage, parts, batch, advantages_BL, reference_BL, place=(context.spec.seed, step))
-        parts.rollout_engine.weight_version = step
+        parts.publish(step)
         observe(stats, scored)
         if parts.reference is not None and reference_BL is not None:
             taught.update(parts.reference.observe(batch, reference_BL))
@@ -106,7 +109,7 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
 
 def _state(context: StageContext, step: int, remembered: Mapping[str, Stateful]) -> dict[str, Any]:
     """What the loop remembers between steps, besides models and optimizers."""
-    return context.state(step, **{name: part.state_dict() for name, part in remembered.items()})
+    return state(context, step, **{name: part.state_dict() for name, part in remembered.items()})
 
 
 def _statistics(stage: ReinforceStage) -> PromptStats:

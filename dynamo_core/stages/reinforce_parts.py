@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +15,7 @@ from dynamo_core.rollout.collector import Collector, PromptTask
 from dynamo_core.rollout.engine import RolloutEngine
 from dynamo_core.rollout.transformers_engine import TransformersEngine
 from dynamo_core.stages.context import StageContext
+from dynamo_core.stages.resume import checkpointer
 from dynamo_core.training.checkpoint import Checkpointer
 from dynamo_core.training.critic import Critic, ValueLearner
 from dynamo_core.training.deepspeed.engine import TrainingEngine
@@ -33,10 +34,18 @@ class Parts:
     tasks: Mapping[str, PromptTask]
     collector: Collector
     rollout_engine: RolloutEngine
+    policy: PreTrainedModel
+    """The whole policy, as rollouts need it: the actor's own model, or a copy where that is sharded."""
     actor: TrainingEngine
     critic: ValueLearner | None
     reference: Reference | None
     checkpoints: Checkpointer
+
+    def publish(self, step: int) -> None:
+        """Rollouts come from the weights after `step` from here on."""
+        if self.policy is not cast(TokenScorer, self.actor.module).model:
+            self.actor.copy_into(self.policy)
+        self.rollout_engine.weight_version = step
 
     @property
     def remembered(self) -> dict[str, Stateful]:
@@ -71,12 +80,14 @@ def build(
     Args:
         rollout_engine: another one than that which samples from `model`.
     """
+    # Copies of the model are made before anything trains. Sharded weights cannot decode: ranks would have to gather
+    # them for every token, and as long as the slowest.
+    policy = copy.deepcopy(model) if stage.engine.zero_stage == 3 else model
     if rollout_engine is None:
         rollout_engine = TransformersEngine(
-            model, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
+            policy, eos_token_ids=eos_ids(model, tokenizer), batch_tokens=stage.sampling.batch_tokens
         )
     collector = Collector(rollout_engine, tokenizer, make_reward(stage.reward), tasks, ranks)
-    # Copies of the model for reference and critic are made before anything trains.
     reference = None
     if stage.kl is not None:
         reference = Reference(
@@ -90,8 +101,8 @@ def build(
         TokenScorer(model), ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
     saved = {"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine}
-    checkpoints = context.checkpointer(stage.checkpoints, ranks, saved, steps=stage.steps)
-    return Parts(ranks, tasks, collector, rollout_engine, actor, critic, reference, checkpoints)
+    checkpoints = checkpointer(context, stage.checkpoints, ranks, saved, steps=stage.steps)
+    return Parts(ranks, tasks, collector, rollout_engine, policy, actor, critic, reference, checkpoints)
 
 
 def _unchanging(model: PreTrainedModel) -> Scorer:

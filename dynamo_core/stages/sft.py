@@ -8,7 +8,7 @@ from dynamo_core.config.stages import SftStage
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.supervised import demonstrations_of, fit, start_model
 from dynamo_core.training import distributed
-from dynamo_core.training.supervised import NextTokenLoss
+from dynamo_core.training.supervised import TOKENS, NextTokenLoss, encode_rows
 
 
 def run(context: StageContext) -> dict[str, float]:
@@ -24,5 +24,6 @@ def run(context: StageContext) -> dict[str, float]:
             loss=NextTokenLoss(model),
             model=model,
             tokenizer=tokenizer,
-            demonstrations=demonstrations,
+            encoded=encode_rows(tokenizer, demonstrations, stage.max_length),
+            collation=TOKENS,
         )

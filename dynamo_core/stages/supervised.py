@@ -1,4 +1,4 @@
-"""What sft and distill share: the starting model, the loop with its metrics, and the saved folder."""
+"""What sft and distill share, the starting model, and dpo with them: the loop with its metrics, the saved folder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.config.models import ScratchModel
-from dynamo_core.config.stages import DistillStage, SftStage
+from dynamo_core.config.stages import DistillStage, DpoStage, SftStage
 from dynamo_core.data.rows import read_demonstrations
 from dynamo_core.data.templates import train_tokenizer
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.inputs import existing_model
+from dynamo_core.stages.resume import checkpointer, resume, state
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.lora import parameter_counts, publish
 from dynamo_core.training.models import DTYPES, build_scratch, load_tokenizer
-from dynamo_core.training.supervised import DistillationLoss, NextTokenLoss, encode_rows, train
+from dynamo_core.training.supervised import Collation, EncodedRows, Loss, Row, train
 from dynamo_core.types import Demonstration
 
 
@@ -48,29 +49,30 @@ def start_model(
 
 def fit(
     context: StageContext,
-    stage: SftStage | DistillStage,
+    stage: SftStage | DistillStage | DpoStage,
     ranks: Ranks,
     *,
-    loss: NextTokenLoss | DistillationLoss,
+    loss: Loss,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    demonstrations: list[Demonstration],
+    encoded: EncodedRows[Row],
+    collation: Collation[Row],
 ) -> dict[str, float]:
     """Train `model` through `loss`, save it, and return the final metrics."""
-    encoded = encode_rows(tokenizer, demonstrations, stage.max_length)
     if stage.engine.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = parameter_counts(model)
     engine = TrainingEngine(
         loss, ranks, optimizer=stage.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
-    checkpoints = context.checkpointer(stage.checkpoints, ranks, {"model": engine}, steps=stage.steps)
+    checkpoints = checkpointer(context, stage.checkpoints, ranks, {"model": engine}, steps=stage.steps)
 
     def report(step: int, values: Mapping[str, float], timings: Mapping[str, float]) -> None:
         context.metrics.write(step, values, timings)
-        checkpoints.after_step(step, lambda: context.state(step))
+        checkpoints.after_step(step, lambda: state(context, step))
 
     with checkpoints:
-        start, _ = context.resume(checkpoints)
+        start, _ = resume(context, checkpoints)
         context.tables.append(
             "left_out", [{"prompt_id": prompt_id, "reason": "too_long"} for prompt_id in encoded.too_long]
         )
@@ -80,6 +82,7 @@ def fit(
             encoded.rows,
             ranks,
             report,
+            collation=collation,
             parts=loss.parts,
             steps=stage.steps,
             batch_size=stage.batch_size,
@@ -87,14 +90,15 @@ def fit(
             seed=context.spec.seed,
             start=start,
         )
-        if ranks.first:
-            publish(model, tokenizer, context.folder)
+        with engine.gathered():
+            if ranks.first:
+                publish(model, tokenizer, context.folder)
     ranks.barrier()
     return {
         **context.metrics.last,
         "rows": float(len(encoded.rows)),
         "rows_too_long": float(len(encoded.too_long)),
-        **parameter_counts(model),
+        **parameters,
     }
 
 

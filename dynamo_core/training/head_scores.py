@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dynamo_core.algorithms.checks import at_least_float32
-from dynamo_core.algorithms.logit_statistics import LogitSums, row_blocks
+from dynamo_core.algorithms.logit_statistics import LOWEST, LogitSums, row_blocks
 
 TILE_TOKENS = 1024
 """Tokens that meet a chunk of the vocabulary at once."""
@@ -109,7 +109,7 @@ def _forward_tile(head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, 
         target_logit_N[here] = logits_NC[here, column]
         sums.update(logits_NC)
     token = sums.statistics(target_logit_N)
-    return Scores(token.log_prob, token.entropy, token.bracket, target_logit_N - token.log_prob)
+    return Scores(token.log_prob, token.entropy, token.bracket, sums.log_normaliser())
 
 
 def inside(targets_N: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +142,7 @@ def backward(
                 log_p_NC = logits_NC[rows].sub_(scores.log_normaliser[tile][rows].unsqueeze(-1))
                 factor_NC = -grad_N[rows].unsqueeze(-1)
                 if grad_entropy_N is not None:
+                    log_p_NC.clamp_(min=LOWEST)  # an impossible token: 0, not -inf * 0
                     lambda_NC = log_p_NC + scores.entropy[tile][rows].unsqueeze(-1)
                     factor_NC = factor_NC - grad_entropy_N[tile][rows].unsqueeze(-1) * lambda_NC
                 log_p_NC.exp_().mul_(factor_NC)

@@ -70,6 +70,12 @@ class TokenScorer(nn.Module):
         self.model = model
         self._targets = TargetStates(model)
 
+    def external_parameters(self) -> list[nn.Parameter]:
+        """What `forward` reads without calling its owner: the output layer's own."""
+        if not self._targets.plain:
+            return []
+        return list(self._targets.head.parameters(recurse=False))
+
     def forward(
         self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float = 1.0
     ) -> TokenScores:

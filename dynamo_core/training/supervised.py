@@ -1,12 +1,16 @@
-"""The loop behind sft and distill: batches of demonstrations, one denominator a batch over all ranks."""
+"""The loop behind sft, distill and dpo: batches of rows, one denominator a batch over all ranks.
+
+The losses of sft and distill are here too, that of dpo is in preference.py.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +31,9 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits of one model held at once while distilling, in elements."""
 
 
+Row = TypeVar("Row")
+
+
 class Report(Protocol):
     """Where a step's metrics go."""
 
@@ -35,7 +42,14 @@ class Report(Protocol):
         ...
 
 
-class NextTokenLoss(nn.Module):
+class Loss(nn.Module):
+    """What is trained: called with a collation's inputs, it returns (loss, *parts), scalars."""
+
+    parts: tuple[str, ...]
+    """Metric names."""
+
+
+class NextTokenLoss(Loss):
     """Cross-entropy with the data, weighted by token."""
 
     parts = ("train/cross_entropy",)
@@ -44,6 +58,10 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
         self._scorer = [TokenScorer(model)]  # in a list: its parameters are the model's own
+
+    def external_parameters(self) -> list[nn.Parameter]:
+        """Those of the scorer."""
+        return self._scorer[0].external_parameters()
 
     def forward(
         self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
@@ -54,7 +72,7 @@ class NextTokenLoss(nn.Module):
         return loss, loss.detach()
 
 
-class DistillationLoss(nn.Module):
+class DistillationLoss(Loss):
     """Forward KL to the teacher at a temperature, mixed with cross-entropy with the data (Hinton et al. 2015)."""
 
     parts = ("train/cross_entropy", "train/kl")
@@ -108,22 +126,45 @@ class DistillationLoss(nn.Module):
 
 
 @dataclass(frozen=True)
-class EncodedRows:
-    """Token rows of demonstrations, and the prompt ids of those left out as too long."""
+class Collation(Generic[Row]):
+    """How rows become what the loss's module is called with."""
 
-    rows: list[TokenRow]
+    length: Callable[[Row], int]
+    """Tokens of a row; rows of similar length are batched together."""
+    count: Callable[[Row], int]
+    """What a row adds to the batch's denominator."""
+    inputs: Callable[[Sequence[Row], float], tuple[torch.Tensor, ...]]
+    """(rows, denominator) -> arguments of the module; an infinite denominator makes every weight zero."""
+
+
+def _token_inputs(rows: Sequence[TokenRow], denominator: float) -> tuple[torch.Tensor, ...]:
+    batch = pad_rows(rows)
+    return batch.token_ids_BL, batch.target_mask_BL, batch.target_mask_BL.float() / denominator
+
+
+TOKENS: Final = Collation[TokenRow](
+    length=lambda row: len(row.token_ids), count=lambda row: sum(row.target_mask), inputs=_token_inputs
+)
+"""Every target token counts the same."""
+
+
+@dataclass(frozen=True)
+class EncodedRows(Generic[Row]):
+    """Rows as tokens, and the prompt ids of those left out as too long."""
+
+    rows: list[Row] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
 
 
 def encode_rows(
     tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration], max_length: int
-) -> EncodedRows:
+) -> EncodedRows[TokenRow]:
     """Encode demonstrations; only assistant tokens are targets.
 
     Raises:
         DataError: every row is longer than `max_length`.
     """
-    encoded = EncodedRows([])
+    encoded = EncodedRows[TokenRow]()
     for demonstration in demonstrations:
         row = encode_demonstration(tokenizer, demonstration.messages)
         if len(row.token_ids) > max_length:
@@ -137,10 +178,11 @@ def encode_rows(
 
 def train(
     engine: TrainingEngine,
-    rows: Sequence[TokenRow],
+    rows: Sequence[Row],
     ranks: Ranks,
     report: Report,
     *,
+    collation: Collation[Row],
     parts: Sequence[str],
     steps: int,
     batch_size: int,
@@ -155,15 +197,17 @@ def train(
         start: steps that were already taken, by an earlier process.
     """
     generator = np.random.Generator(np.random.Philox(seed))
-    lengths = np.array([len(row.token_ids) for row in rows])
+    lengths = np.array([collation.length(row) for row in rows])
     batches = length_bucketed_batches(lengths.tolist(), batch_size, steps, generator)
     for step, batch in islice(enumerate(batches, start=1), start, None):
         started = time.perf_counter()
-        tokens = sum(sum(rows[index].target_mask) for index in batch)
+        denominator = sum(collation.count(rows[index]) for index in batch)
         totals = torch.zeros(1 + len(parts), dtype=torch.float64)
         for chosen in micro_batches(lengths[batch].tolist(), micro_batch_size, ranks.rank, ranks.world_size):
             picked = [rows[index] for index in batch[chosen]]
-            totals += _micro_step(engine, picked or [rows[batch[0]]], tokens, real=bool(picked))
+            # A rank without rows of its own computes one for nothing, to keep collectives symmetric.
+            inputs = collation.inputs(picked, denominator) if picked else collation.inputs([rows[batch[0]]], math.inf)
+            totals += _micro_step(engine, inputs)
         done = engine.step(float(totals[0]))
         values = dict(zip(("train/loss", *parts), ranks.sum(totals.tolist()), strict=True))
         seconds = time.perf_counter() - started
@@ -174,11 +218,8 @@ def train(
         )
 
 
-def _micro_step(engine: TrainingEngine, rows: list[TokenRow], tokens: int, *, real: bool) -> torch.Tensor:
-    """Forward and backward of one micro-batch; rows that are not `real` only keep collectives symmetric."""
-    batch = pad_rows(rows)
-    weights_BL = batch.target_mask_BL.float() / tokens if real else torch.zeros(batch.target_mask_BL.shape)
-    device = engine.device
-    loss, *parts = engine.forward(batch.token_ids_BL.to(device), batch.target_mask_BL.to(device), weights_BL.to(device))
+def _micro_step(engine: TrainingEngine, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Forward and backward of one micro-batch: (loss, *parts)."""
+    loss, *parts = engine.forward(*(tensor.to(engine.device) for tensor in inputs))
     engine.accumulate(loss)
     return torch.tensor([float(loss.detach()), *(float(part) for part in parts)], dtype=torch.float64)

@@ -14,15 +14,15 @@ import torch
 
 from dynamo_core.config.recipe import Recipe
 from dynamo_core.stages.manifest import read_manifest
-from tests.builders import read_metrics, smoke_recipe, stage_folder
+from tests.builders import read_metrics, smoke_recipe, stage_folder, with_dpo
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINING = ("teacher", "student", "reinforced")
 
 
 def recipe(*overrides: str) -> Recipe:
-    """The smoke recipe, shorter, with many checkpoints; the last one lies just before the end."""
-    return smoke_recipe(
+    """The smoke recipe and a dpo stage, shorter, with many checkpoints; the last one lies just before the end."""
+    smoke = smoke_recipe(
         [
             "stages.teacher.steps=19",
             "stages.student.steps=19",
@@ -33,6 +33,7 @@ def recipe(*overrides: str) -> Recipe:
             *overrides,
         ]
     )
+    return with_dpo(smoke, steps=13, checkpoints={"every": 3})
 
 
 def prepare(recipe: Recipe, name: str, inputs: Path, root: Path) -> Path:

@@ -49,7 +49,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("name", "step"), [("teacher", 8), ("student", 3), ("reinforced", 6)])
+@pytest.mark.parametrize(("name", "step"), [("teacher", 8), ("student", 3), ("preferred", 8), ("reinforced", 6)])
 def test_an_interrupted_stage_goes_on_as_if_nothing_had_happened(
     name, step, inputs, undisturbed, tmp_path, monkeypatch, kept
 ):

@@ -104,3 +104,38 @@ def test_a_signal_ends_every_process(
     assert alive == []
     (parent,), (stage,) = served.runs(name), served.runs(f"{name}/reinforced")
     assert parent.info.status == stage.info.status == "KILLED"
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(served: Served, smoke: subprocess.CompletedProcess[str]) -> None:
+    """kill -9 of the whole run: the next one continues the stage, and MLflow then shows every step once."""
+    overrides = ["name=killed", "stages.reinforced.steps=60", "stages.reinforced.checkpoints.every=5"]
+    arguments = ["run", str(SMOKE), *(part for text in overrides for part in ("--set", text))]
+    process = subprocess.Popen(
+        served.command(*arguments), stdout=subprocess.PIPE, text=True, cwd=served.store.root, env=served.environment()
+    )
+    checkpoints = lambda: sorted((served.store.root / "stages").glob("reinforced-*/checkpoints/step-*"))  # noqa: E731
+    while not checkpoints():
+        assert process.poll() is None
+        time.sleep(0.05)
+    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        member.kill()
+    process.communicate()
+    step = int(checkpoints()[-1].name.removeprefix("step-"))
+    planned = served.run("plan", *arguments[1:])
+    assert f"did not finish, goes on after step {step}" in planned.stdout
+    done = served.run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"reinforced: running (did not finish, goes on after step {step})" in done.stdout
+    newest = served.runs("killed/reinforced")[0]
+    curve = served.mlflow.get_metric_history(newest.info.run_id, "reward/mean")
+    assert [point.step for point in curve] == list(range(1, 61))
+    assert not checkpoints()
+
+
+def test_a_time_limit_pauses_the_run(served: Served, smoke: subprocess.CompletedProcess[str]) -> None:
+    overrides = ["name=paused", "seed=9", "stages.reinforced.checkpoints.max_minutes=0.0001"]
+    arguments = ["run", str(SMOKE), *(part for text in overrides for part in ("--set", text))]
+    done = served.run(*arguments)
+    assert done.returncode == 75
+    assert "stage 'reinforced': stopped after checkpoints.max_minutes = 0.0001 at step 1 of 4" in done.stderr
+    assert done.stderr.count("\n") == 1

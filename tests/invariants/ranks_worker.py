@@ -1,19 +1,21 @@
-"""What each rank of the invariance tests runs: one policy update on stored rollouts at each ZeRO stage.
+"""What each rank of the invariance tests runs: three policy (and critic) updates on stored rollouts, in many ways.
 
-python -m tests.invariants.ranks_worker FOLDER      (or under torchrun); rank 0 writes FOLDER/zero<stage>.pt, and
-FOLDER/lora<stage>.pt of a model with adapters
+python -m tests.invariants.ranks_worker FOLDER      (or under torchrun); rank 0 writes one file a case
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
-from dynamo_core.config.base import Engine, Optimizer, Resources
+from dynamo_core.config.base import Optimizer, Resources
 from dynamo_core.config.models import Lora
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rollout.batch import policy_batch
@@ -21,26 +23,59 @@ from dynamo_core.rollout.collector import ScoredRollout
 from dynamo_core.rollout.engine import ScriptedEngine
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated
+from dynamo_core.training.critic import Critic, ValueLearner
+from dynamo_core.training.deepspeed import engine as engine_module
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.lora import add_adapters
 from dynamo_core.training.objective import Objective
 from dynamo_core.training.policy import TokenScorer
-from dynamo_core.training.policy_update import update
+from dynamo_core.training.policy_update import PolicyBatch, mini_batches, update
 from dynamo_core.types import RolloutRequest, Sampling, Verdict
 from tests.builders import smoke_recipe, tiny_model, tiny_tokenizer
 
 COUNTS = (3, 9, 2, 6, 4, 8, 5, 11)  # 48 rollouts, odd sizes: ranks get unequal shares
 
 
-class GradientKeeper(torch.optim.SGD):
-    """Plain SGD that remembers the gradient it was given."""
+LR = 0.05
+STEPS = 3
 
-    kept: ClassVar[list[list[torch.Tensor]]] = []
 
-    def step(self, closure=None):
-        self.kept.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
-        return super().step(closure)
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the same three updates."""
+
+    preset: str = "exact"
+    zero_stage: int = 0
+    offload: str = "none"
+    micro_batch_size: int = 3
+    shuffled: bool = False
+    padding: int = 0
+    adam: bool = False
+    lora: bool = False
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        return "-".join(str(value) for value in vars(self).values())
+
+
+PRESETS = ("exact", "faithful", "exact_ppo", "gspo")
+PLAIN = [*(Case(preset) for preset in PRESETS), Case("exact_ppo", lora=True)]
+VARIED = [
+    *(Case(preset, zero_stage=zero) for preset in ("exact", "exact_ppo") for zero in (1, 2, 3)),
+    Case("faithful", zero_stage=3),
+    *(Case("exact_ppo", zero_stage=zero, lora=True) for zero in (1, 2)),
+    Case("exact_ppo", zero_stage=2, offload="cpu"),
+    Case("exact_ppo", zero_stage=3, offload="cpu"),
+    *(Case(preset, micro_batch_size=size) for preset in PRESETS for size in (1, 2, 8, 100)),
+    *(Case(preset, shuffled=True) for preset in PRESETS),
+    *(Case(preset, padding=9) for preset in ("exact", "gspo")),
+]
+ADAM = [Case(preset, adam=True) for preset in ("exact", "exact_ppo")]
+ADAM_VARIED = [replace(case, zero_stage=zero) for case in ADAM for zero in (1, 2, 3)] + [
+    replace(case, micro_batch_size=8) for case in ADAM
+]
 
 
 def scored() -> list[ScoredRollout]:
@@ -66,40 +101,92 @@ def scored() -> list[ScoredRollout]:
 
 def main(folder: Path) -> None:
     with distributed.start(Resources(), always_group=True) as ranks:
-        for zero_stage in (0, 1, 2):
-            for name, adapters in (("zero", False), ("lora", True)):
-                result = one_update(ranks, zero_stage, adapters=adapters)
-                if ranks.first:
-                    torch.save(result, folder / f"{name}{zero_stage}.pt")
+        for case in [*PLAIN, *VARIED, *ADAM, *ADAM_VARIED]:
+            result = updates(ranks, case)
+            if ranks.first:
+                torch.save(result, folder / case.name)
 
 
-def one_update(ranks: Ranks, zero_stage: int, *, adapters: bool = False) -> dict[str, Any]:
-    """Gradients (stage 0 holds them whole), reported values and parameters after one SGD step."""
-    stage = smoke_recipe(["stages.reinforced.micro_batch_size=3", "stages.reinforced.updates_per_step=1"]).stages[
-        "reinforced"
+def recipe_stage(case: Case) -> ReinforceStage:
+    """Both modulation factors on, one mini-batch."""
+    overrides = [
+        f"preset={case.preset}",
+        f"micro_batch_size={case.micro_batch_size}",
+        f"engine={{zero_stage: {case.zero_stage}, offload: {case.offload}}}",
+        "updates_per_step=1",
+        "modulation.stabilisation=true",
+        *(["critic.warmup_steps=0", "critic.value_clip=0.3"] if case.preset.endswith("ppo") else []),
     ]
+    stage = smoke_recipe([f"stages.reinforced.{item}" for item in overrides]).stages["reinforced"]
     assert isinstance(stage, ReinforceStage)
-    model = tiny_model(tiny_tokenizer(), seed=4)
-    if adapters:
-        add_adapters(model, Lora(rank=4, alpha=8.0), seed=4)
-    engine = TrainingEngine(
-        TokenScorer(model),
+    return stage
+
+
+def engine_for(module: nn.Module, ranks: Ranks, case: Case) -> TrainingEngine:
+    """SGD, whose updates are linear in the gradient, or AdamW with an epsilon that hides no division by rounding."""
+    return TrainingEngine(
+        module,
         ranks,
-        optimizer=Optimizer(lr=0.05, grad_clip=1e9),
-        engine=Engine(zero_stage=zero_stage),
-        total_steps=1,
-        optimizer_class=lambda parameters: GradientKeeper(parameters, lr=0.05),
+        optimizer=Optimizer(lr=1e-3 if case.adam else LR, grad_clip=1e9, eps=1e-4),
+        engine=recipe_stage(case).engine,
+        total_steps=STEPS,
+        optimizer_class=None if case.adam else lambda parameters: torch.optim.SGD(parameters, lr=LR),
     )
-    batch = policy_batch(scored(), [str(index) for index in range(len(COUNTS))])
-    advantages_BL = modulated(stage, batch, credit(stage, batch, np.full(len(COUNTS), 0.2)).advantages_BL)
-    report = update(engine, batch, advantages_BL, stage, ranks, objective=Objective(stage.loss), seed=(0, 1))
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {
-        "gradients": {} if zero_stage else dict(zip(names, GradientKeeper.kept[-1], strict=True)),
-        "values": report.values,
-        "parameters": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-    }
+
+
+def updates(ranks: Ranks, case: Case) -> dict[str, Any]:
+    """Reported values of each step, and all parameters before the first and after each step."""
+    stage = recipe_stage(case)
+    rows = scored()
+    if case.shuffled:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
+        rows = [rows[index] for index in order]
+    batch = widened(policy_batch(rows, [str(index) for index in range(len(COUNTS))]), case.padding)
+    model = tiny_model(tiny_tokenizer(), seed=4)
+    if case.lora:
+        add_adapters(model, Lora(rank=4, alpha=8.0), seed=4)
+    learner = value_learner(model, ranks, stage, case)
+    actor = engine_for(TokenScorer(model), ranks, case)
+    modules = {"actor": actor} | ({"critic": learner.engine} if learner else {})
+    values, states = [], [parameters_of(modules)]
+    for step in range(STEPS):
+        known = None if learner is None else learner.values(batch)
+        given = credit(stage, batch, np.full(len(COUNTS), 0.2), values=known)
+        advantages_BL = modulated(stage, batch, given.advantages_BL)
+        report = update(actor, batch, advantages_BL, stage, ranks, objective=Objective(stage.loss), seed=(0, step))
+        taught = {}
+        if learner is not None and known is not None and given.returns_BL is not None:
+            taught = learner.fit(batch, known, given.returns_BL, mini_batches(batch, stage))
+        values.append({**report.values, **taught})
+        states.append(parameters_of(modules))
+    return {"values": values, "states": states}
+
+
+def value_learner(model: PreTrainedModel, ranks: Ranks, stage: ReinforceStage, case: Case) -> ValueLearner | None:
+    """With a head that says something, or the values' path would be all zeros."""
+    if stage.critic is None:
+        return None
+    critic = Critic(model)
+    nn.init.normal_(critic.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(2))
+    return ValueLearner(engine_for(critic, ranks, case), stage.critic, ranks, size=stage.micro_batch_size)
+
+
+def parameters_of(modules: dict[str, TrainingEngine]) -> dict[str, torch.Tensor]:
+    """Whole parameters by name."""
+    found = {}
+    for name, engine in modules.items():
+        with engine.gathered():
+            for key, parameter in engine.module.named_parameters():
+                found[f"{name}.{key}"] = parameter.detach().clone()
+    return found
+
+
+def widened(batch: PolicyBatch, extra: int) -> PolicyBatch:
+    """The same batch with `extra` columns of padding."""
+    arrays = {name: nn.functional.pad(value, (0, extra)) for name, value in vars(batch).items() if name.endswith("_BL")}
+    return replace(batch, **arrays)
 
 
 if __name__ == "__main__":
+    engine_module.PERSISTENT_ELEMENTS = 0  # ZeRO 3 shards even what is this small
     main(Path(sys.argv[1]))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.builders import run_stage, smoke_recipe, stage_folder
+from tests.builders import read_metrics, run_stage, smoke_recipe, stage_folder, with_dpo
+from tests.invariants.ranks_worker import ADAM, ADAM_VARIED, PLAIN, VARIED, Case
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -28,42 +30,58 @@ def launch(processes: int, module: str, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """processes -> what its ranks wrote."""
-    found = {}
+def results(tmp_path_factory):
+    """(processes, case) -> values and parameters of three updates."""
+    folders = {}
     for processes in (1, 2):
-        folder = tmp_path_factory.mktemp("ranks")
-        launch(processes, "tests.invariants.ranks_worker", str(folder))
-        found[processes] = folder
-    return found
+        folders[processes] = tmp_path_factory.mktemp("ranks")
+        launch(processes, "tests.invariants.ranks_worker", str(folders[processes]))
+    return lambda processes, case: torch.load(folders[processes] / case.name, weights_only=True)
 
 
-@pytest.fixture(scope="module", params=["zero", "lora"])
-def results(request, folders):
-    """[processes][ZeRO stage] -> gradients, values, parameters; of a whole model, and of one with adapters."""
-    return {
-        processes: [torch.load(folder / f"{request.param}{stage}.pt", weights_only=True) for stage in (0, 1, 2)]
-        for processes, folder in folders.items()
-    }
+def moves(result) -> list[dict[str, torch.Tensor]]:
+    """How far each step moved each parameter: the gradient times the learning rate, under SGD."""
+    states = result["states"]
+    return [{name: after[name] - before[name] for name in after} for before, after in pairwise(states)]
 
 
-def test_two_ranks_have_the_gradient_of_one(results):
-    alone, two = results[1][0], results[2][0]
-    whole = torch.sqrt(sum(gradient.square().sum() for gradient in alone["gradients"].values()))
-    assert whole > 1e-3
-    for name, gradient in alone["gradients"].items():
-        difference = (two["gradients"][name] - gradient).norm()
-        assert difference <= 2e-6 * max(gradient.norm(), 1e-2 * whole), name
-    assert two["values"] == pytest.approx(alone["values"], rel=1e-5, abs=1e-8)
+def norm(tensors) -> torch.Tensor:
+    return torch.sqrt(sum(tensor.double().square().sum() for tensor in tensors))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("zero_stage", [1, 2])
-def test_sharded_optimizers_take_the_same_step(results, processes, zero_stage):
-    alone, sharded = results[1][0], results[processes][zero_stage]
-    assert sharded["values"]["policy/grad_norm"] == pytest.approx(alone["values"]["policy/grad_norm"], rel=1e-5)
-    for name, parameter in alone["parameters"].items():
-        torch.testing.assert_close(sharded["parameters"][name], parameter, rtol=1e-5, atol=1e-7, msg=name)
+EVERY = [*((1, case) for case in VARIED), *((2, case) for case in [*PLAIN, *VARIED])]
+
+
+@pytest.mark.parametrize(("processes", "case"), EVERY, ids=lambda value: getattr(value, "name", str(value)))
+def test_gradients_do_not_depend_on_how_they_are_computed(results, processes, case):
+    expected, found = results(1, Case(case.preset, lora=case.lora)), results(processes, case)
+    for step, (ours, theirs) in enumerate(zip(moves(found), moves(expected), strict=True)):
+        for network in {name.partition(".")[0] for name in theirs}:
+            here = {name: move for name, move in theirs.items() if name.startswith(network)}
+            whole = norm(here.values())
+            assert whole > 1e-5, "nothing moved: the test would see nothing"
+            for name, move in here.items():
+                # Moves are differences of float32 weights: their own rounding counts besides the gradient's.
+                rounding = 2**-23 * norm([expected["states"][step][name]])
+                allowed = 2e-6 * max(norm([move]), 1e-2 * whole) + rounding
+                assert norm([ours[name] - move]) <= allowed * (1 if step == 0 else 5), (step, name)
+    for name, parameter in expected["states"][-1].items():
+        torch.testing.assert_close(found["states"][-1][name], parameter, rtol=1e-6, atol=1e-6, msg=name)
+    for ours, theirs in zip(found["values"], expected["values"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+
+
+ADAM_EVERY = [*((1, case) for case in ADAM_VARIED), *((2, case) for case in [*ADAM, *ADAM_VARIED])]
+
+
+@pytest.mark.parametrize(("processes", "case"), ADAM_EVERY, ids=lambda value: getattr(value, "name", str(value)))
+def test_adam_takes_the_same_three_steps(results, processes, case):
+    expected, found = results(1, Case(case.preset, adam=True)), results(processes, case)
+    start = expected["states"][0]
+    for name, parameter in expected["states"][-1].items():
+        update = norm([parameter - start[name]])
+        rounding = 2**-23 * norm([parameter])
+        assert norm([found["states"][-1][name] - parameter]) <= 1e-4 * update + rounding, name
 
 
 def test_two_ranks_allocate_and_answer_as_one(tmp_path):
@@ -87,3 +105,20 @@ def test_two_ranks_allocate_and_answer_as_one(tmp_path):
     first = {count: [row for row in table if row["step"] == 1] for count, table in tables.items()}
     assert first[1] == first[2]
     assert len(first[1]) == 8
+
+
+def test_two_ranks_learn_preferences_as_one(tmp_path):
+    """Three pairs, one at a time: the second rank's last micro-batch is empty."""
+    short = smoke_recipe(["stages.teacher.steps=5", "stages.teacher.optimizer.warmup_steps=0"])
+    recipe = with_dpo(short, steps=4, batch_size=3, micro_batch_size=1)
+    for name in ("data", "teacher"):
+        run_stage(recipe, name, tmp_path)
+    values = {}
+    for processes in (1, 2):
+        folder = stage_folder(recipe, "preferred", tmp_path)
+        launch(processes, "dynamo_core.stages", str(folder))
+        values[processes] = [line["values"] for line in read_metrics(folder)]
+        folder.rename(tmp_path / f"preferred-{processes}")
+    assert values[1][-1]["preference/margin"] != 0
+    for alone, two in zip(values[1], values[2], strict=True):
+        assert two == pytest.approx(alone, rel=1e-3, abs=1e-5)

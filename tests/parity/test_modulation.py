@@ -162,12 +162,16 @@ def test_statistics_are_differentiable() -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_sums_fed_by_hand() -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_sums_fed_by_hand(overwrite: bool) -> None:
+    """In the logits' own memory or not: the same sums, an impossible token included."""
     logits = _random(4)["logits"]
-    sums = LogitSums()
+    logits[..., 6] = -torch.inf
+    sums = LogitSums(overwrite=overwrite)
     for part in (logits[..., 5:], logits[..., :5]):
-        sums.update(part)
+        sums.update(part.clone())
     actual = sums.statistics(logits[..., 2])
+    torch.testing.assert_close(sums.log_normaliser(), logits.logsumexp(-1), rtol=1e-11, atol=1e-13)
     expected = logit_statistics(logits, torch.full((4, 6), 2))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)

@@ -324,6 +324,26 @@ def jsd(p: Sequence[float], q: Sequence[float], beta: float) -> float:
     return beta * kl(p, m) + (1 - beta) * kl(q, m)
 
 
+# --- preference ---------------------------------------------------------------------------------
+
+
+def dpo(
+    chosen: Sequence[float], rejected: Sequence[float], reference: Sequence[float], other: Sequence[float],
+    weights: Sequence[float], *, beta: float, smoothing: float,
+) -> tuple[float, dict[str, float]]:  # fmt: skip
+    """Loss and metrics, pair by pair."""
+    loss = 0.0
+    metrics = dict.fromkeys(("margin", "accuracy", "chosen_reward", "rejected_reward"), 0.0)
+    for c, r, ref_c, ref_r, w in zip(chosen, rejected, reference, other, weights, strict=True):
+        better, worse = beta * (c - ref_c), beta * (r - ref_r)
+        right, wrong = 1 / (1 + math.exp(worse - better)), 1 / (1 + math.exp(better - worse))
+        loss -= w * ((1 - smoothing) * math.log(right) + smoothing * math.log(wrong))
+        found = {"margin": better - worse, "accuracy": better > worse, "chosen_reward": better}
+        for name, value in {**found, "rejected_reward": worse}.items():
+            metrics[name] += w * value
+    return loss, metrics
+
+
 # --- evaluation ---------------------------------------------------------------------------------
 
 

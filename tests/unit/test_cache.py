@@ -34,6 +34,7 @@ def key(loaded: Recipe, name: str, digest: str = "0" * 64) -> str:
     ("stage", "override", "same"),
     [
         ("teacher", "stages.teacher.resources.timeout_minutes=5", True),
+        ("teacher", "stages.teacher.checkpoints.every=7", True),
         ("teacher", "description=other words", True),
         ("teacher", "stages.student.steps=31", True),
         ("teacher", "stages.teacher.optimizer.lr=1e-3", False),

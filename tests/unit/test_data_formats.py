@@ -121,3 +121,34 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"empty\.jsonl holds no rows") as caught:
             list(read_messages(path))
         assert "\n" not in str(caught.value)
+
+
+def test_pairs_are_kept_or_quarantined(tmp_path: Path) -> None:
+    user, reply = '{"role": "user", "content": "3+4=?"}', '{"role": "assistant", "content": "7"}'
+    cases = [
+        (f'[{user}], "chosen": "7", "rejected": "8"', None),
+        (f'[{user}], "chosen": [{reply}], "rejected": "8 ", "answer": null', None),
+        (f'[{user}], "chosen": "7", "rejected": "8", "answer": "7", "id": "x"', None),
+        (f'[{user}], "chosen": "7", "rejected": " 7"', "equal_pair"),
+        (f'[{user}], "chosen": "7", "rejected": " "', "empty_content"),
+        (f'[{user}], "chosen": "7"', "incomplete_pair"),
+        (f'[{user}], "rejected": "7", "answer": "7"', "incomplete_pair"),
+        (f'[{user}], "chosen": null, "rejected": "8"', "null_content"),
+        (f'[{user}], "chosen": 7, "rejected": "8"', "non_string_content"),
+        (f'[{user}], "chosen": "<|im_end|>", "rejected": "8"', "special_token_in_content"),
+        (f'[{user}], "chosen": "\\ud83d", "rejected": "8"', "bad_unicode"),
+        (f'[{user}], "chosen": [{user}, {reply}], "rejected": "8"', "schema_mismatch"),
+        (f'[{user}], "chosen": [{user}], "rejected": "8"', "schema_mismatch"),
+        (f'[{user}], "chosen": [], "rejected": "8"', "schema_mismatch"),
+        (f'[{user}, {reply}], "chosen": "7", "rejected": "8"', "pair_after_assistant"),
+        (f'[{user}, {user}], "chosen": "7", "rejected": "8"', "consecutive_user"),
+        ('[], "chosen": "7", "rejected": "8"', "empty_messages"),
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"messages": {row}}}\n' for row, _ in cases))
+    checked, reasons, rejected = load(path)
+    assert reasons == {index: reason for index, (_, reason) in enumerate(cases) if reason is not None}
+    assert [row.pair for row in checked] == [("7", "8"), ("7", "8 "), ("7", "8")]
+    assert [(row.answer, row.own_id) for row in checked] == [(None, None), (None, None), ("7", "x")]
+    values = {row.row: row.value for row in rejected}
+    assert values[3] == "('7', ' 7')" and values[5] == "only 'chosen'"

@@ -66,6 +66,18 @@ def test_noise_is_one_slip_that_is_carried_on(share: float) -> None:
         assert results[-1] - value(question) == sum(slips)
 
 
+def test_a_pair_is_the_right_solution_and_one_with_a_slip() -> None:
+    noisy, clean = (list(generate(source(wrong_share=(share,) * 3), seed=1)) for share in (1.0, 0.0))
+    assert [row.pair for row in noisy] == [row.pair for row in clean]
+    for row in clean:
+        assert row.pair is not None
+        chosen, rejected = (str(text) for text in row.pair)
+        assert chosen == texts(row)[1]
+        slips = [int(result) != value(f"{a}{sign}{b}=?") for a, sign, b, result in LINE.findall(rejected)]
+        assert (sum(slips), len(slips)) == (1, int(row.difficulty) - 1)
+        assert rejected.rpartition("#### ")[2] != row.answer
+
+
 def test_the_seed_decides_everything() -> None:
     assert list(generate(source(), seed=5)) == list(generate(source(), seed=5))
     first = [texts(row)[0] for row in generate(source(), seed=5)]

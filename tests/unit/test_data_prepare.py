@@ -16,9 +16,10 @@ from dynamo_core import stages
 from dynamo_core.config.base import Resources
 from dynamo_core.config.spec import StageSpec
 from dynamo_core.config.stages import PrepareDataStage
-from dynamo_core.data.rows import read_demonstrations, read_prompts
+from dynamo_core.data.rows import SCHEMAS, read_demonstrations, read_pairs, read_prompts
 from dynamo_core.errors import DataError
 from dynamo_core.stages.manifest import read_manifest
+from dynamo_core.types import Message
 
 MESSAGES = Path(__file__).parents[1] / "data" / "messages"
 ARITHMETIC = {"type": "arithmetic", "problems": 600}
@@ -60,6 +61,9 @@ def test_arithmetic_from_end_to_end(tmp_path: Path) -> None:
     assert all(row.messages[-1].role == "assistant" for row in demonstrations)
     seen = {row.messages[:1] for row in demonstrations} | {row.messages for row in rl}
     assert seen.isdisjoint(row.messages for row in held_out)
+    pairs = read_pairs(data)
+    assert metrics["rows_preference"] == len(pairs) == len(demonstrations)
+    assert {row.messages for row in pairs} == {row.messages[:1] for row in demonstrations}
     assert (tmp_path / "s" / "quarantine.jsonl").read_text() == ""
     line = json.loads((tmp_path / "s" / "metrics.jsonl").read_text())
     assert line["step"] == 1 and line["values"] == metrics
@@ -68,7 +72,7 @@ def test_arithmetic_from_end_to_end(tmp_path: Path) -> None:
 def test_outputs_repeat_byte_for_byte(tmp_path: Path) -> None:
     for name, seed in (("one", 4), ("two", 4), ("other", 5)):
         prepare(tmp_path / name, ARITHMETIC, seed)
-    for split in ("sft", "rl", "validation", "test"):
+    for split in SCHEMAS:
         one, two, other = (
             (tmp_path / name / "data" / f"{split}.parquet").read_bytes() for name in ("one", "two", "other")
         )
@@ -91,6 +95,16 @@ def test_bad_rows_are_quarantined_and_counted(tmp_path: Path) -> None:
     assert set(lines[0]) == {"file", "row", "reason", "value"} and lines[0]["value"] == "bot"
     assert (metrics["rows_read"], metrics["rows_kept"], metrics["rows_quarantined"]) == (40, 36, 4)
     assert metrics["quarantined_conflicting_gold"] == 2 and "quarantined_bad_json" not in metrics
+
+
+def test_pairs_alone_are_enough(tmp_path: Path) -> None:
+    rows = [{**task("1+1?", ""), "chosen": "2", "rejected": "3"}, {**task("1+2?", "3"), "chosen": "3", "rejected": "3"}]
+    del rows[0]["answer"]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    metrics = prepare(tmp_path / "s", source, split={"validation": 0.0, "test": 0.0}, max_bad_share=0.5)
+    (pair,) = read_pairs(tmp_path / "s" / "data")
+    assert (pair.messages, pair.chosen, pair.rejected) == ((Message("user", "1+1?"),), "2", "3")
+    assert (metrics["rows_preference"], metrics["rows_sft"], metrics["quarantined_equal_pair"]) == (1, 0, 1)
 
 
 def test_too_many_bad_rows_stop_the_stage(tmp_path: Path) -> None:
@@ -118,6 +132,8 @@ def test_empty_missing_and_damaged_splits_are_named(tmp_path: Path) -> None:
     data = tmp_path / "s" / "data"
     with pytest.raises(DataError, match="'sft' holds no rows"):
         read_demonstrations(data)
+    with pytest.raises(DataError, match="'preference' holds no rows"):
+        read_pairs(data)
     (data / "rl.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="'rl' is damaged"):
         read_prompts(data, "rl")

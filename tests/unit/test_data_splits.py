@@ -12,7 +12,14 @@ from dynamo_core.types import Message
 SPLIT = Split(validation=0.1, test=0.2)
 
 
-def row(number: int, question: str, reply: str | None = None, answer: str | None = None, own_id: str | None = None):
+def row(
+    number: int,
+    question: str,
+    reply: str | None = None,
+    answer: str | None = None,
+    own_id: str | None = None,
+    pair: tuple[str, str] | None = None,
+):
     return CheckedRow(
         file="f",
         row=number,
@@ -22,6 +29,7 @@ def row(number: int, question: str, reply: str | None = None, answer: str | None
         answer=answer,
         difficulty="",
         own_id=own_id,
+        pair=pair,
     )
 
 
@@ -105,3 +113,21 @@ def test_one_id_for_two_prompts_is_refused() -> None:
     prompts, rejected = merge_prompts(rows)
     assert [prompt.prompt_id for prompt in prompts] == ["7", "8"]
     assert [(one.row, str(one.reason), one.value) for one in rejected] == [(1, "conflicting_id", "7")]
+
+
+def test_pairs_stay_with_the_training_prompts_and_copies_are_named() -> None:
+    prompts, rejected = merge_prompts(
+        [
+            row(0, "1+1?", answer="2"),
+            row(1, "1+1?", pair=("2", "3")),
+            row(2, "1+1?", pair=("2", "4")),
+            row(3, "1+1?", pair=("2", "3")),
+        ]
+    )
+    assert [(found.row, str(found.reason)) for found in rejected] == [(3, "duplicate_exact")]
+    splits = split_rows(prompts, Split(validation=0.0, test=0.0), None)
+    assert [(stored["chosen"], stored["rejected"]) for stored in splits["preference"]] == [("2", "3"), ("2", "4")]
+    assert {stored["prompt_id"] for stored in splits["preference"]} == {splits["rl"][0]["prompt_id"]}
+    everything = split_rows(merge_prompts(arithmetic(600))[0], SPLIT, None)
+    assert questions(everything["preference"]) == questions(everything["sft"])
+    assert set(questions(everything["preference"])).isdisjoint(questions(everything["test"]))

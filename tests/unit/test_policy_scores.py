@@ -158,3 +158,20 @@ def test_a_frozen_output_layer_gets_no_gradient_and_no_tokens_are_no_scores():
     assert head.weight_VH.grad is None
     empty = head_scores.forward(head, hidden[:0].detach(), targets[:0])
     assert [len(part) for part in empty] == [0, 0, 0, 0]
+
+
+def test_a_token_that_cannot_occur_leaves_everything_else_finite():
+    head, hidden, targets = problem()
+    head.bias_V[5] = -torch.inf
+    keep = targets != 5  # the one whose target is impossible
+    finite = head_scores.Head(*(part[torch.arange(11) != 5] for part in (head.weight_VH, head.bias_V)), 0.7)
+    expected = head_scores.forward(finite, hidden, targets - (targets > 5).long())
+    found = head_scores.forward(head, hidden, targets)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[keep], theirs[keep])
+    assert found.log_prob[~keep] == -torch.inf
+    into = head_scores.Gradients(torch.zeros_like(hidden), torch.zeros_like(head.weight_VH), None)
+    ones = keep.double()
+    head_scores.backward(head, hidden, targets, found, into, grad_log_prob_N=ones, grad_entropy_N=ones)
+    assert all(torch.isfinite(part).all() for part in (into.hidden_NH, into.weight_VH))
+    assert not into.weight_VH[5].any()

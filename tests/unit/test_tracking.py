@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from dynamo_core.config.load import load_recipe
+from dynamo_core.metrics import MetricsWriter
 from tasks import outbox, tracking
 from tasks.figures import allocation_histogram, evaluation_bars
 from tasks.follow import StageFollower
@@ -120,6 +122,26 @@ def test_a_follower_yields_each_complete_line_once(tmp_path: Path) -> None:
         "allocations-000002.parquet",
     ]
     assert follower.table_parts("allocations") == []
+
+
+def test_a_follower_of_a_resumed_stage_sees_every_step_once(tmp_path: Path) -> None:
+    """Three steps were there, the checkpoint knows two: the file begins again under another inode."""
+    first = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        first.write(step, {"a": step}, {})
+    state = first.state_dict()
+    first.write(3, {"a": 3}, {})
+    first.close()
+    follower = StageFollower(tmp_path)
+    assert [line.step for line in follower.lines()] == [1, 2, 3]
+    second = MetricsWriter(tmp_path / "metrics.jsonl")
+    second.resume(state)
+    assert second.last == {"a": 2.0}
+    for step in (3, 4, 5):
+        second.write(step, {"a": step}, {})
+    assert [line.step for line in follower.lines()] == [4, 5]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["attempt"]) for line in lines] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
 
 
 def test_status_says_how_a_run_ended() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def _load_deepspeed(device: torch.device) -> Any:
 
 
 _TAG = "engine"
+PERSISTENT_ELEMENTS = 10_000
+"""ZeRO 3 keeps parameters up to this size whole: gathering them costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,19 @@ class TrainingEngine:
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
                 model=module, optimizer=torch_optimizer, config=self._deepspeed_config(engine)
             )
+        if engine.zero_stage == 3:
+            self._register_external_parameters()
         if ranks.world_size == 1 and not engine.zero_stage:
             # One process has nothing to reduce: saves a copy of all gradients a step, and lets float64 models train.
             self._engine.enable_backward_allreduce = False
+
+    def _register_external_parameters(self) -> None:
+        """Parameters that a module uses without calling the module that owns them (the output layer's weight)."""
+        from deepspeed import zero  # noqa: PLC0415
+
+        module = self.module
+        for parameter in getattr(module, "external_parameters", list)():
+            zero.register_external_parameter(module, parameter)
 
     def _adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         config = self._config
@@ -109,10 +122,41 @@ class TrainingEngine:
             "gradient_clipping": self._config.grad_clip if engine.zero_stage else 0.0,
         }
         if engine.zero_stage:
-            config["zero_optimization"] = {"stage": engine.zero_stage, "overlap_comm": False}
+            config["zero_optimization"] = self._zero_config(engine)
+            config["zero_force_ds_cpu_optimizer"] = False  # its own Adam is compiled at first use
         if engine.precision == "bfloat16":
             config["bf16"] = {"enabled": True}
         return config
+
+    @staticmethod
+    def _zero_config(engine: EngineConfig) -> dict[str, Any]:
+        config: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": False}
+        if engine.zero_stage == 3:
+            config["stage3_param_persistence_threshold"] = PERSISTENT_ELEMENTS
+        if engine.offload == "cpu":
+            config["offload_optimizer"] = {"device": "cpu"}
+            if engine.zero_stage == 3:
+                config["offload_param"] = {"device": "cpu"}
+        return config
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it every rank sees whole parameters, to read and save them. Entered by all ranks."""
+        if self._zero < 3:
+            yield
+            return
+        from deepspeed import zero  # noqa: PLC0415
+
+        with zero.GatheredParameters(list(self.module.parameters())):
+            yield
+
+    def copy_into(self, copy: nn.Module) -> None:
+        """Bring a copy of the module up to date, one parameter at a time. Called by all ranks."""
+        from deepspeed import zero  # noqa: PLC0415
+
+        for source, target in zip(self.module.parameters(), copy.parameters(), strict=True):
+            with zero.GatheredParameters([source]), torch.no_grad():
+                target.copy_(source)
 
     @property
     def module(self) -> nn.Module:

@@ -6,6 +6,7 @@ from typing import Final
 
 from dynamo_core.config.models import Lora, ScratchModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
+from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.config.stage_base import TrainingStage
 from dynamo_core.config.stages import DistillStage, DpoStage
 from tasks.launch import resources_of
@@ -13,6 +14,9 @@ from tasks.launch import resources_of
 _TRAINING_BYTES: Final = 16
 """A parameter in training: float32 weight, gradient, AdamW's two moments. bfloat16 with float32 masters: the same."""
 _WEIGHT_BYTES: Final = 4
+
+_SHARDED: Final = {0: 0, 1: 8, 2: 12, 3: 16}
+"""Of these, the bytes that ZeRO spreads over ranks: moments; gradients; weights."""
 
 
 def parameter_count(model: ScratchModel) -> int:
@@ -54,8 +58,13 @@ def training_bytes(recipe: Recipe, name: str) -> int | None:
     frozen = 0 if stage.lora is None else parameter_count(model)
     parameters = parameter_count(model) if stage.lora is None else adapter_count(model, stage.lora)
     ranks = resources_of(stage).processes
-    sharded = {0: 0, 1: 8, 2: 12}[stage.engine.zero_stage]
-    total = frozen * _WEIGHT_BYTES + parameters * (_TRAINING_BYTES - sharded) + parameters * sharded // ranks
+    trained = parameters * (_TRAINING_BYTES - _SHARDED[stage.engine.zero_stage])
+    trained += parameters * _SHARDED[stage.engine.zero_stage] // ranks
+    total = frozen * _WEIGHT_BYTES + trained
+    if isinstance(stage, ReinforceStage):
+        total += 0 if stage.critic is None else trained
+        copies = (stage.kl is not None and stage.lora is None) + (stage.engine.zero_stage == 3)
+        total += copies * parameters * _WEIGHT_BYTES  # the reference, and the whole policy that rollouts need
     if isinstance(stage, DistillStage) and stage.teacher_from:
         teacher = model_of(recipe, stage.teacher_from)
         total += 0 if teacher is None else parameter_count(teacher) * _WEIGHT_BYTES

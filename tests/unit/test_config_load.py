@@ -97,7 +97,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         ("stages.teacher.optimizer.lr=.inf", "should be a finite number"),
         ("stages.teacher.steps='3'", 'stages.teacher.steps: is "3", should be a valid integer'),
         ("stages.teacher.steps=3.5", "stages.teacher.steps: is 3.5, should be a valid integer"),
-        ("stages.teacher.engine.zero_stage=5", "is 5, must be >= 0 and <= 2"),
+        ("stages.teacher.engine.zero_stage=5", "is 5, must be >= 0 and <= 3"),
         ("stages.teacher.engine.precision=float3", "did you mean 'float32'? allowed: float32, bfloat16"),
         ('stages.teacher.engine.gradient_checkpointing="false"', 'is "false", should be a valid boolean'),
         ("stages.teacher.type=sftt", "stages.teacher.type: is \"sftt\", did you mean 'sft'?"),

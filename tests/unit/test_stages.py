@@ -140,10 +140,10 @@ def test_fewer_prompts_than_a_step_needs_is_one_line(store):
 def test_the_other_presets_run(store, tmp_path, preset):
     for name in ("data", "student"):
         (tmp_path / name).symlink_to(store / name)
-    recipe = smoke_recipe([f"stages.reinforced.preset={preset}", "stages.reinforced.steps=2"])
+    recipe = smoke_recipe([f"stages.reinforced.preset={preset}", "stages.reinforced.steps=3"])
     lines = read_metrics(run_stage(recipe, "reinforced", tmp_path))
     assert all(line["values"]["allocation/budget"] == 64 for line in lines)
-    assert (lines[-1]["values"]["modulation/share_boosted"] > 0) == (preset == "faithful")
+    assert (lines[-1]["values"]["modulation/share_boosted"] > 0) == (preset in ("faithful", "exact_ppo"))
     assert lines[-1]["values"]["policy/grad_norm"] > 0
 
 

@@ -7,7 +7,6 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from dynamo_core.data.rows import SCHEMA
 from dynamo_core.errors import DataError
 from tests.builders import read_metrics, run_stage, smoke_recipe
 
@@ -24,10 +23,11 @@ def store(tmp_path_factory):
 def spoil(store, split, count):
     """Give the first `count` rows of a split an answer in words."""
     path = store / "data" / "data" / f"{split}.parquet"
-    rows = pq.read_table(path).to_pylist()
+    table = pq.read_table(path)
+    rows = table.to_pylist()
     for index, row in enumerate(rows):
         row["answer"] = "nobody knows" if index < count else "7"
-    pq.write_table(pq.read_table(path).from_pylist(rows, schema=SCHEMA), path)
+    pq.write_table(table.from_pylist(rows, schema=table.schema), path)
 
 
 def test_evaluation_leaves_them_out_and_counts_them(store):

@@ -80,6 +80,10 @@ def test_sizes_follow_references_and_sharding() -> None:
     assert training_bytes(recipe, "reinforced") == 16 * parameter_count(student)
     overrides = ["stages.reinforced.resources.processes=2", "stages.reinforced.engine.zero_stage=1"]
     assert training_bytes(load_recipe(SMOKE, overrides), "reinforced") == 12 * parameter_count(student)
+    whole = ["stages.reinforced.preset=exact_ppo", "stages.reinforced.kl={place: loss, kind: k2, coefficient: 0.1}"]
+    assert training_bytes(load_recipe(SMOKE, whole), "reinforced") == (16 + 16 + 4) * parameter_count(student)
+    sharded = ["stages.reinforced.resources.processes=2", "stages.reinforced.engine.zero_stage=3"]
+    assert training_bytes(load_recipe(SMOKE, sharded), "reinforced") == (8 + 4) * parameter_count(student)
     assert training_bytes(recipe, "evaluation") is None
     adapted = load_recipe(SMOKE, ["stages.reinforced.lora={rank: 2, alpha: 4, target_modules: [q_proj, v_proj]}"])
     assert training_bytes(adapted, "reinforced") == 4 * parameter_count(student) + 16 * 2 * (64 + 64 + 64 + 64)

@@ -29,7 +29,7 @@ from dynamo_core.training.lora import adapters_off, add_adapters, has_adapters, 
 from dynamo_core.training.models import eos_ids, load_model
 from dynamo_core.training.policy import TargetStates, TokenScorer
 from dynamo_core.training.reference import Reference, WithoutAdapters
-from dynamo_core.training.supervised import NextTokenLoss, train
+from dynamo_core.training.supervised import TOKENS, NextTokenLoss, train
 from tests.builders import read_metrics, requests, run_stage, smoke_recipe, tiny_model, tiny_tokenizer
 from tests.invariants.ranks_worker import scored
 
@@ -183,7 +183,7 @@ def trained(**engine) -> dict[str, torch.Tensor]:
             loss, ranks, optimizer=Optimizer(lr=1e-2, eps=1e-4), engine=Engine(**engine), total_steps=3
         )
         train(
-            wrapped, ROWS, ranks, lambda step, values, timings: None, parts=loss.parts,
+            wrapped, ROWS, ranks, lambda step, values, timings: None, collation=TOKENS, parts=loss.parts,
             steps=3, batch_size=2, micro_batch_size=1, seed=2,
         )  # fmt: skip
         merged(model)

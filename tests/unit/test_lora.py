@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from dynamo_core.training.models import eos_ids, load_model
 from dynamo_core.training.policy import TargetStates, TokenScorer
 from dynamo_core.training.reference import Reference, WithoutAdapters
 from dynamo_core.training.supervised import TOKENS, NextTokenLoss, train
-from tests.builders import read_metrics, requests, run_stage, smoke_recipe, tiny_model, tiny_tokenizer
+from tests.builders import read_metrics, requests, run_stage, smoke_recipe, tiny_model, tiny_tokenizer, with_dpo
 from tests.invariants.ranks_worker import scored
 
 SPEC = Lora(rank=4, alpha=8.0)
@@ -301,6 +302,15 @@ def test_supervised_stages_train_adapters(kind, store, tmp_path):
     folder = run_stage(smoke_recipe(STAGES[kind]), "student", tmp_path)
     assert_published(folder, store / "teacher" / "model")
     assert read_metrics(folder)[-1]["values"]["train/grad_norm"] > 0
+
+
+def test_preferences_train_adapters(store, tmp_path):
+    for name in ("data", "teacher"):
+        (tmp_path / name).symlink_to(store / name)
+    recipe = with_dpo(smoke_recipe(), steps=3, optimizer={"lr": 1e-2}, lora={"rank": 4, "alpha": 8})
+    folder = run_stage(recipe, "preferred", tmp_path)
+    assert_published(folder, store / "teacher" / "model")
+    assert read_metrics(folder)[0]["values"]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def assert_published(folder: Path, base: Path) -> None:

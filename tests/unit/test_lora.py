@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +30,8 @@ from dynamo_core.training.lora import adapters_off, add_adapters, has_adapters, 
 from dynamo_core.training.models import eos_ids, load_model
 from dynamo_core.training.policy import TargetStates, TokenScorer
 from dynamo_core.training.reference import Reference, WithoutAdapters
-from dynamo_core.training.supervised import NextTokenLoss, train
-from tests.builders import read_metrics, requests, run_stage, smoke_recipe, tiny_model, tiny_tokenizer
+from dynamo_core.training.supervised import TOKENS, NextTokenLoss, train
+from tests.builders import read_metrics, requests, run_stage, smoke_recipe, tiny_model, tiny_tokenizer, with_dpo
 from tests.invariants.ranks_worker import scored
 
 SPEC = Lora(rank=4, alpha=8.0)
@@ -183,7 +184,7 @@ def trained(**engine) -> dict[str, torch.Tensor]:
             loss, ranks, optimizer=Optimizer(lr=1e-2, eps=1e-4), engine=Engine(**engine), total_steps=3
         )
         train(
-            wrapped, ROWS, ranks, lambda step, values, timings: None, parts=loss.parts,
+            wrapped, ROWS, ranks, lambda step, values, timings: None, collation=TOKENS, parts=loss.parts,
             steps=3, batch_size=2, micro_batch_size=1, seed=2,
         )  # fmt: skip
         merged(model)
@@ -301,6 +302,15 @@ def test_supervised_stages_train_adapters(kind, store, tmp_path):
     folder = run_stage(smoke_recipe(STAGES[kind]), "student", tmp_path)
     assert_published(folder, store / "teacher" / "model")
     assert read_metrics(folder)[-1]["values"]["train/grad_norm"] > 0
+
+
+def test_preferences_train_adapters(store, tmp_path):
+    for name in ("data", "teacher"):
+        (tmp_path / name).symlink_to(store / name)
+    recipe = with_dpo(smoke_recipe(), steps=3, optimizer={"lr": 1e-2}, lora={"rank": 4, "alpha": 8})
+    folder = run_stage(recipe, "preferred", tmp_path)
+    assert_published(folder, store / "teacher" / "model")
+    assert read_metrics(folder)[0]["values"]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def assert_published(folder: Path, base: Path) -> None:

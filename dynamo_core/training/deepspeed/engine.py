@@ -206,7 +206,9 @@ class TrainingEngine:
             group["lr"] = lr
         before = self._probe()
         norm = self._update(step)
-        moved = float((self._probe() - before).square().mean().sqrt())
+        moves = self._probe() - before
+        squares, count = self._ranks.sum([float(moves.square().sum()), float(moves.numel())])
+        moved = math.sqrt(squares / count)
         self._steps = step
         self._guard.step_is_over()
         if not math.isfinite(moved):

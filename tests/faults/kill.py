@@ -92,7 +92,7 @@ def main() -> int:
             run_stage(harness.recipe(), name, root / "inputs")
         expected, seconds = {}, {}
         for name, processes in CASES[: options.times]:
-            folder = harness.prepare(recipe(processes), name, root / "inputs", root / f"whole{processes}")
+            folder = harness.prepare(recipe(processes), name, root / "inputs", root / f"whole-{name}-{processes}")
             status, output = harness.run(folder, processes)
             assert status == 0, output
             expected[name, processes] = harness.outcome(folder)

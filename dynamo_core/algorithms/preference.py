@@ -31,83 +31,64 @@ from dynamo_core.algorithms.checks import (
 from dynamo_core.algorithms.surrogate import weighted_sum
 
 
-def dpo_loss(
-    policy_chosen: torch.Tensor,
-    policy_rejected: torch.Tensor,
-    reference_chosen: torch.Tensor,
-    reference_rejected: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
+def implicit_reward(
+    policy: torch.Tensor, reference: torch.Tensor, weights: torch.Tensor, *, beta: float
 ) -> torch.Tensor:
-    """sum w l, scalar; log-probs are summed over each answer's tokens, everything is [B].
+    """beta (log pi - log ref) of one answer of each pair, [B], 0 where a pair has no weight.
 
-    Only the policy gets a gradient.
+    Args:
+        policy, reference: log-probs summed over the answer's tokens, [B]; only the policy's gets a
+            gradient.
+        weights: of pairs, [B].
 
     Raises:
-        AlgorithmError: shapes that do not match, beta not positive, label_smoothing not below 0.5.
+        AlgorithmError: shapes that do not match, beta not positive.
+    """
+    require(0 < beta < math.inf, "beta", beta, "positive and finite")
+    vector("weights", weights, weights.numel())
+    same_shape(weights=weights, policy=policy, reference=reference)
+    trained = weights != 0
+    ours = zero_outside(trained, at_least_float32(policy))
+    return beta * (ours - zero_outside(trained, at_least_float32(reference.detach())))
+
+
+def dpo_loss(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """sum w l, scalar, of the implicit rewards [B] of chosen and rejected answers.
+
+    Raises:
+        AlgorithmError: shapes that do not match, label_smoothing not in [0, 0.5).
     """
     bound = "in [0, 0.5): at 0.5 nothing is preferred"
     require(0 <= label_smoothing < 0.5, "label_smoothing", label_smoothing, bound)
-    chosen, rejected = _rewards(
-        policy_chosen, policy_rejected, reference_chosen, reference_rejected, weights, beta=beta
-    )
+    same_shape(weights=weights, chosen=chosen, rejected=rejected)
     margin = chosen - rejected
     loss = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     return weighted_sum(weights, loss)
 
 
 def dpo_metrics(
-    policy_chosen: torch.Tensor,
-    policy_rejected: torch.Tensor,
-    reference_chosen: torch.Tensor,
-    reference_rejected: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    beta: float,
+    chosen: torch.Tensor, rejected: torch.Tensor, weights: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Weighted sums, scalars: margin, accuracy (margin above 0), chosen_reward, rejected_reward.
 
+    Args:
+        chosen, rejected: implicit rewards, [B].
+
     Raises:
-        AlgorithmError: shapes that do not match, beta not positive.
+        AlgorithmError: shapes that do not match.
     """
-    with torch.no_grad():
-        chosen, rejected = _rewards(
-            policy_chosen, policy_rejected, reference_chosen, reference_rejected, weights, beta=beta
-        )
-        pairs = {
-            "margin": chosen - rejected,
-            "accuracy": (chosen > rejected).to(chosen.dtype),
-            "chosen_reward": chosen,
-            "rejected_reward": rejected,
-        }
-        return {name: weighted_sum(weights, value) for name, value in pairs.items()}
-
-
-def _rewards(
-    policy_chosen: torch.Tensor,
-    policy_rejected: torch.Tensor,
-    reference_chosen: torch.Tensor,
-    reference_rejected: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    beta: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implicit rewards of chosen and rejected, [B] each, 0 where a pair has no weight."""
-    require(0 < beta < math.inf, "beta", beta, "positive and finite")
-    vector("weights", weights, weights.numel())
-    same_shape(
-        weights=weights,
-        policy_chosen=policy_chosen,
-        policy_rejected=policy_rejected,
-        reference_chosen=reference_chosen,
-        reference_rejected=reference_rejected,
-    )
-    trained = weights != 0
-
-    def reward(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        ours = zero_outside(trained, at_least_float32(policy))
-        return beta * (ours - zero_outside(trained, at_least_float32(reference.detach())))
-
-    return reward(policy_chosen, reference_chosen), reward(policy_rejected, reference_rejected)
+    same_shape(weights=weights, chosen=chosen, rejected=rejected)
+    chosen, rejected = chosen.detach(), rejected.detach()
+    pairs = {
+        "margin": chosen - rejected,
+        "accuracy": (chosen > rejected).to(chosen.dtype),
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+    return {name: weighted_sum(weights, value) for name, value in pairs.items()}

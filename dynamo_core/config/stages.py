@@ -25,49 +25,45 @@ class PrepareDataStage(BaseStage):
     """The stage stops when a larger share of the rows is quarantined."""
 
 
-class SftStage(TrainingStage):
+class SupervisedStage(TrainingStage):
+    """A stage that learns from stored rows, a batch a step."""
+
+    model_from: str | None = None
+    """An earlier stage whose model to start from; leave out with `model`."""
+    data_from: str | None = None
+    batch_size: PositiveInt
+    """Rows (dpo: pairs) of one optimizer step, over all ranks."""
+    max_length: PositiveInt = 512
+    """Longer rows, and pairs that hold one, are left out, counted and listed."""
+
+
+class SftStage(SupervisedStage):
     """Supervised fine-tuning on the assistant turns."""
 
     type: Literal["sft"]
     model: Model | None = None
     """The model to start from; leave out with `model_from`."""
-    model_from: str | None = None
-    data_from: str | None = None
-    batch_size: PositiveInt
-    """Rows of one optimizer step, over all ranks."""
-    max_length: PositiveInt = 512
-    """Longer rows are left out, counted and listed."""
 
 
-class DistillStage(TrainingStage):
+class DistillStage(SupervisedStage):
     """A student learns a teacher's token distribution on the demonstrations."""
 
     type: Literal["distill"]
     model: Model | None = None
     """The student to start from; leave out with `model_from`."""
-    model_from: str | None = None
     teacher_from: str | None = None
-    data_from: str | None = None
-    batch_size: PositiveInt
-    max_length: PositiveInt = 512
     temperature: PositiveFloat = 1.0
     """Softens both distributions; the loss is multiplied by its square."""
     kl_weight: Share = 0.5
     """Weight of the forward KL; 1 - kl_weight goes to the cross-entropy with the data."""
 
 
-class DpoStage(TrainingStage):
+class DpoStage(SupervisedStage):
     """Direct preference optimisation on pairs of answers, towards a frozen copy of the starting model."""
 
     type: Literal["dpo"]
     model: PretrainedModel | None = None
     """The policy to start from; leave out with `model_from`."""
-    model_from: str | None = None
-    data_from: str | None = None
-    batch_size: PositiveInt
-    """Pairs of one optimizer step, over all ranks."""
-    max_length: PositiveInt = 512
-    """Pairs with a longer row are left out, counted and listed."""
     beta: PositiveFloat = 0.1
     """Strength of the tie to the starting model: a reward is beta times the log-ratio to it."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import sys
@@ -71,6 +72,7 @@ def _as_user_error(error: OSError | MemoryError | RuntimeError) -> DynamoError |
 def main(folder: Path) -> int:
     """Run the stage in `folder`; returns the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # to the stage's log, like all output
     set_determinism_switches()
     from dynamo_core import stages  # noqa: PLC0415  (after the switches: it may load torch)
 

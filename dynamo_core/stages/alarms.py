@@ -5,12 +5,13 @@ An alarm stops nothing. It is a metric `alarm/<name>`, 0 or 1, and once a line i
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
 from dynamo_core.stages.symptoms import ALARMS
 
+_LOG: Final = logging.getLogger(__name__)
 ENTROPY_SHARE: Final = 0.1
 """Of its first value; below, entropy has collapsed."""
 ENTROPY_FLOOR: Final = 0.005
@@ -72,7 +73,7 @@ class Alarms:
                 self._said.append(symptom.name)
                 if not self._quiet:
                     measured = f"{symptom.metric} is {values[symptom.metric]:.3g} at step {step}"
-                    print(f"alarm: {symptom.title}: {measured}; see dynamo-rl diagnose", file=sys.stderr)  # noqa: T201
+                    _LOG.warning("alarm: %s: %s; see dynamo-rl diagnose", symptom.title, measured)
         return {f"alarm/{name}": float(on) for name, on in found.items()}
 
     def state_dict(self) -> dict[str, Any]:

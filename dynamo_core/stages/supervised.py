@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.config.models import ScratchModel
-from dynamo_core.config.stages import DistillStage, DpoStage, SftStage
+from dynamo_core.config.stages import DistillStage, SftStage, SupervisedStage
 from dynamo_core.data.rows import read_demonstrations
 from dynamo_core.data.templates import train_tokenizer
 from dynamo_core.stages.context import StageContext
@@ -49,7 +49,7 @@ def start_model(
 
 def fit(
     context: StageContext,
-    stage: SftStage | DistillStage | DpoStage,
+    stage: SupervisedStage,
     ranks: Ranks,
     *,
     loss: Loss,

@@ -11,11 +11,11 @@ skipped with a warning, and the one before it is taken (verl#4873, OpenRLHF#1208
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +34,7 @@ from dynamo_core.errors import RecipeError, StagePaused
 from dynamo_core.files import OutputFile, file_digest, find_damage, sync_folder, write_atomically
 from dynamo_core.training.distributed import Ranks
 
+_LOG: Final = logging.getLogger(__name__)
 FOLDER: Final = "checkpoints"
 INDEX: Final = "checkpoint.json"
 STATE: Final = "state.json"
@@ -98,7 +99,7 @@ class Checkpointer:
         self._ranks = ranks
         self._parts = dict(parts)
         self._steps = steps
-        self._started = self._saved = time.monotonic()
+        self._started = self._saved = self._stepped = time.monotonic()
         self._stopping = False
         self._outer: Any = None
 
@@ -132,7 +133,9 @@ class Checkpointer:
             return
         now = time.monotonic()
         limit = self._config.max_minutes
-        late = limit is not None and now - self._started + (now - self._started) / step > 60 * limit
+        # The next step may take as long as this one has.
+        late = limit is not None and now - self._started + (now - self._stepped) > 60 * limit
+        self._stepped = now
         due = step % self._config.every == 0 or now - self._saved >= 60 * self._config.minutes
         asked = [due and self._ranks.first, self._stopping, late and self._ranks.first]
         due, stop, late = (bool(total) for total in self._ranks.sum([float(value) for value in asked]))
@@ -215,7 +218,7 @@ class Checkpointer:
                 damage = find_damage(folder, index.files, deep=True)
             if damage is None:
                 return folder
-            print(f"warning: checkpoint {folder.name} is torn ({damage}): skipped", file=sys.stderr)  # noqa: T201
+            _LOG.warning("checkpoint %s is torn (%s): skipped", folder.name, damage)
         return None
 
     def _check(self, folder: Path, index: CheckpointIndex) -> None:

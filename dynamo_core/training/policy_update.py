@@ -50,7 +50,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Sums over the optimizer steps of one rollout step, divided by their number."""
+    """Means over the optimizer steps that were taken for one rollout step."""
 
     values: dict[str, float]
     padding_share: float
@@ -99,25 +99,21 @@ def update(
     """
     totals: dict[str, float] = {}
     gates: dict[str, float] = {}
-    skipped = cells = real = 0
+    taken = skipped = cells = real = 0
     moved = False
     seeds = np.random.SeedSequence(list(seed)).generate_state(stage.updates_per_step).tolist()
     for part, rows in enumerate(mini_batches(batch, stage)):
         if not batch.mask_BL[rows].any():  # none of its rollouts could be scored or kept, which all ranks see alike
             continue
         terms = replace(_terms(batch, stage, rows, advantages_BL, seeds[part]), reference_BL=reference_BL)
-        has_weight_BL = terms.weights_BL[rows] != 0
-        if not objective.needs_every_row:
-            # A row without advantage has no gradient. Denominators above still count it.
-            has_weight_BL &= advantages_BL[rows] != 0
-        active = rows[has_weight_BL.any(-1).numpy()]
+        active = _active(rows, terms, objective)
         arrays = _Arrays(batch, terms, objective, tokens=int(batch.mask_BL[active].sum()))
         sums = dict.fromkeys(("policy/loss", *_CLIP_METRICS, *_OFF_POLICY), 0.0)
-        lengths = batch.lengths[active].tolist()
-        for chosen in micro_batches(lengths, stage.micro_batch_size, ranks.rank, ranks.world_size):
-            picked = active[chosen]
-            cells += _micro_step(engine, arrays, stage, picked, sums)
-            real += int(batch.lengths[picked].sum())
+        for chosen in micro_batches(
+            batch.lengths[active].tolist(), stage.micro_batch_size, ranks.rank, ranks.world_size
+        ):
+            cells += _micro_step(engine, arrays, stage, active[chosen], sums)
+            real += int(batch.lengths[active[chosen]].sum())
         values = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
         off_by, off_by_log = (values.pop(name) for name in _OFF_POLICY)
         if first and not gates and not moved and arrays.tokens:
@@ -125,18 +121,16 @@ def update(
         done = engine.step(sums["policy/loss"])
         moved |= done.update_rms > 0
         values.update({"policy/grad_norm": done.grad_norm, "policy/lr": done.lr, "policy/update_rms": done.update_rms})
-        for name, value in values.items():
-            totals[name] = totals.get(name, 0.0) + value / stage.updates_per_step
+        totals = {name: totals.get(name, 0.0) + value for name, value in values.items()}
+        taken += 1
         if stage.target_kl is not None and values["policy/approx_kl"] > stage.target_kl:
             skipped = stage.updates_per_step - part - 1
             break
-    if skipped:
-        taken = stage.updates_per_step - skipped
-        totals = {name: value * stage.updates_per_step / taken for name, value in totals.items()}
+    means = {name: total / taken for name, total in totals.items()}
     if stage.target_kl is not None:
-        totals["policy/skipped_updates"] = float(skipped)
+        means["policy/skipped_updates"] = float(skipped)
     cells_all, real_all = ranks.sum([cells, real])
-    return UpdateReport({**totals, **gates}, 1 - real_all / cells_all if cells_all else 0.0)
+    return UpdateReport({**means, **gates}, 1 - real_all / cells_all if cells_all else 0.0)
 
 
 _OFF_POLICY = ("off_by", "off_by_log")
@@ -153,6 +147,15 @@ def _terms(
     return token_terms(
         stage.entropy_method, advantages_BL, batch.old_log_prob_BL, batch.entropy_BL, weights_BL, seed=seed
     )
+
+
+def _active(rows: npt.NDArray[np.int64], terms: TokenTerms, objective: Objective) -> npt.NDArray[np.int64]:
+    """The rows of a mini-batch that have a gradient; denominators count the others too."""
+    acts_BL = terms.weights_BL[rows] != 0
+    if not objective.needs_every_row:
+        acts_BL &= terms.advantages_BL[rows] != 0
+    active: npt.NDArray[np.int64] = rows[acts_BL.any(-1).numpy()]
+    return active
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynamo_core.algorithms.preference import dpo_loss, dpo_metrics
+from dynamo_core.algorithms.preference import dpo_loss, dpo_metrics, implicit_reward
 from dynamo_core.data.batching import TokenRow, pad_rows
 from dynamo_core.data.templates import encode_demonstration, encode_prompt
 from dynamo_core.errors import DataError
@@ -58,10 +58,12 @@ class PreferenceLoss(Loss):
         policy_B = policy(token_ids_BL, target_mask_BL).log_prob_BL.sum(-1)
         with torch.no_grad():
             reference_B = reference(token_ids_BL, target_mask_BL).log_prob_BL.sum(-1)
-        (chosen_P, rejected_P), (other_chosen_P, other_rejected_P) = policy_B.chunk(2), reference_B.chunk(2)
-        inputs = (chosen_P, rejected_P, other_chosen_P, other_rejected_P, weights_P)
-        loss = dpo_loss(*inputs, beta=self._beta, label_smoothing=self._label_smoothing)
-        metrics = dpo_metrics(*inputs, beta=self._beta)
+        chosen_P, rejected_P = (
+            implicit_reward(ours_P, frozen_P, weights_P, beta=self._beta)
+            for ours_P, frozen_P in zip(policy_B.chunk(2), reference_B.chunk(2), strict=True)
+        )
+        loss = dpo_loss(chosen_P, rejected_P, weights_P, label_smoothing=self._label_smoothing)
+        metrics = dpo_metrics(chosen_P, rejected_P, weights_P)
         return loss, *(metrics[name.removeprefix("preference/")] for name in self.parts)
 
 

@@ -144,7 +144,7 @@ def test_sigterm_saves_the_running_step(inputs, undisturbed, tmp_path):
     assert not (folder / "error.json").exists()
 
 
-def test_every_torn_file_of_a_checkpoint_is_noticed(inputs, undisturbed, tmp_path, monkeypatch, kept, capfd):
+def test_every_torn_file_of_a_checkpoint_is_noticed(inputs, undisturbed, tmp_path, monkeypatch, kept, caplog):
     """Each file of the newest checkpoint in turn is cut short, changed or gone: the one before is taken."""
     first = harness.prepare(harness.recipe(), "reinforced", inputs, tmp_path / "first")
     interrupt(first, 5, monkeypatch)
@@ -164,7 +164,8 @@ def test_every_torn_file_of_a_checkpoint_is_noticed(inputs, undisturbed, tmp_pat
         else:
             path.unlink()
         stages.run(folder)
-        assert "step-000004 is torn" in capfd.readouterr().err
+        assert "checkpoint step-000004 is torn" in caplog.text
+        caplog.clear()
         harness.assert_equal(harness.outcome(folder), undisturbed("reinforced"))
 
 

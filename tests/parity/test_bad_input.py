@@ -53,7 +53,7 @@ from dynamo_core.algorithms.losses import (
     truncated_importance_weights,
     value_loss,
 )
-from dynamo_core.algorithms.preference import dpo_loss, dpo_metrics
+from dynamo_core.algorithms.preference import dpo_loss, dpo_metrics, implicit_reward
 from dynamo_core.algorithms.prompt_stats import (
     PromptStats,
     fit_critic_strength,
@@ -320,15 +320,13 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     ("beta", lambda: generalised_jsd(LOGITS, LOGITS, ONES, beta=1.1), r"beta is 1.1; .*\[0, 1\]"),
     ("targets", lambda: cross_entropy(LOGITS, ACTIONS[:1], ONES), r"targets is of shape"),
     # preference
-    ("dpo beta", lambda: dpo_loss(R, R, R, R, R, beta=0), r"beta is 0; .*positive and finite"),
-    ("dpo beta nan", lambda: dpo_metrics(R, R, R, R, R, beta=NAN), r"beta is nan"),
-    ("dpo shape", lambda: dpo_loss(R, R[:1], R, R, R, beta=1), r"policy_rejected is of shape \(1,\)"),
-    ("dpo tokens", lambda: dpo_loss(BT, BT, BT, BT, BT, beta=1), r"weights is of shape \(2, 3\)"),
-    (
-        "dpo smoothing",
-        lambda: dpo_loss(R, R, R, R, R, beta=1, label_smoothing=0.5),
-        r"label_smoothing is 0.5; .*\[0, 0.5\)",
-    ),
+    ("dpo beta", lambda: implicit_reward(R, R, R, beta=0), r"beta is 0; .*positive and finite"),
+    ("dpo beta nan", lambda: implicit_reward(R, R, R, beta=NAN), r"beta is nan"),
+    ("dpo policy", lambda: implicit_reward(R[:1], R, R, beta=1), r"policy is of shape \(1,\)"),
+    ("dpo tokens", lambda: implicit_reward(BT, BT, BT, beta=1), r"weights is of shape \(2, 3\)"),
+    ("dpo shape", lambda: dpo_loss(R, R[:1], R), r"rejected is of shape \(1,\)"),
+    ("dpo metrics", lambda: dpo_metrics(R[:1], R, R), r"chosen is of shape \(1,\)"),
+    ("dpo smoothing", lambda: dpo_loss(R, R, R, label_smoothing=0.5), r"label_smoothing is 0.5; .*\[0, 0.5\)"),
     # schedules, entropy methods, evaluation
     ("schedule", lambda: factor("step", 0, total=9), r"name is 'step'; .*constant, cosine, linear"),
     ("step", lambda: linear(-1, total=9), r"step is -1"),

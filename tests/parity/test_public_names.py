@@ -82,13 +82,9 @@ SIGNATURES = {
     "algorithms.distillation.reverse_kl": ("(student_logits, teacher_logits, weights, *, temperature=1.0)"),
     "algorithms.distillation.generalised_jsd": ("(student_logits, teacher_logits, weights, *, beta, temperature=1.0)"),
     "algorithms.distillation.cross_entropy": "(logits, targets, weights)",
-    "algorithms.preference.dpo_loss": (
-        "(policy_chosen, policy_rejected, reference_chosen, reference_rejected, weights,"
-        " *, beta, label_smoothing=0.0)"
-    ),
-    "algorithms.preference.dpo_metrics": (
-        "(policy_chosen, policy_rejected, reference_chosen, reference_rejected, weights, *, beta)"
-    ),
+    "algorithms.preference.dpo_loss": "(chosen, rejected, weights, *, label_smoothing=0.0)",
+    "algorithms.preference.dpo_metrics": "(chosen, rejected, weights)",
+    "algorithms.preference.implicit_reward": "(policy, reference, weights, *, beta)",
     "algorithms.schedules.factor": "(name, step, *, total, warmup=0, final=0.0)",
     "evaluation.passk.pass_at_k": "(n, c, k)",
 }

@@ -22,7 +22,7 @@ from dynamo_core.algorithms.allocation import (
 )
 from dynamo_core.algorithms.prompt_stats import official_rank
 
-from . import twins
+from . import allocation_twins as twins
 from .oracle import ATOL, RTOL, cases, load
 
 INTEGER = {

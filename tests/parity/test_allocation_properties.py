@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo_core.algorithms.allocation import RULES, allocate, continuous, objective_value
 
-from . import twins
+from . import allocation_twins as twins
 
 # Mutation testing asks for fewer.
 FEW = settings(max_examples=int(os.environ.get("PARITY_EXAMPLES", "150")), deadline=None, derandomize=True)

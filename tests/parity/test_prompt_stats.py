@@ -18,7 +18,7 @@ from dynamo_core.algorithms.prompt_stats import (
     unbiased_variance,
 )
 
-from . import twins
+from . import allocation_twins as twins
 from .oracle import ATOL, RTOL, cases, load
 
 PRIORS = {"jeffreys": (0.5, 0.5), "uniform_prior": (1, 1), "strong_prior_2_6": (2, 6)}

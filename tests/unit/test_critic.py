@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.policy_update import PolicyBatch
 from tests.builders import tiny_model, tiny_tokenizer
 
+near = partial(pytest.approx, rel=1e-5, abs=1e-5)
 ROWS = [
     TokenRow((4, 5, 6, 7, 8, 9), (False, False, True, True, True, True)),
     TokenRow((9, 3, 2, 11), (False, False, False, True)),
@@ -54,17 +57,17 @@ def test_values_stand_before_their_tokens_and_nowhere_else(learner):
     for index, row in enumerate(ROWS):
         for position in range(MASK.shape[1]):
             expected = after(learner, row.token_ids[:position]) if MASK[index, position] else 0.0
-            assert float(found.values_BL[index, position]) == pytest.approx(expected, rel=1e-5, abs=1e-5), (index, position)
-        assert float(found.after_B[index]) == pytest.approx(after(learner, row.token_ids), rel=1e-5, abs=1e-5)
+            assert float(found.values_BL[index, position]) == near(expected), (index, position)
+        assert float(found.after_B[index]) == near(after(learner, row.token_ids))
     assert not found.values_BL[~MASK].any()
 
 
 def test_a_prompts_value_is_that_before_its_first_answer_token(learner):
     prompts = [row.token_ids[: row.target_mask.index(True)] for row in ROWS]
     found = learner.prompt_values(prompts)
-    assert found == pytest.approx([after(learner, prompt) for prompt in prompts], rel=1e-5, abs=1e-5)
+    assert found == near([after(learner, prompt) for prompt in prompts])
     first_B = MASK.int().argmax(-1)
-    assert found == pytest.approx(learner.values(batch()).values_BL[torch.arange(3), first_B].tolist(), rel=1e-5, abs=1e-5)
+    assert found == near(learner.values(batch()).values_BL[torch.arange(3), first_B].tolist())
 
 
 def test_a_new_head_says_zero():

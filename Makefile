@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/dynamo-rl run configs/quickstart.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m slow

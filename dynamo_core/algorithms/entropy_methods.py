@@ -23,6 +23,9 @@ from dynamo_core.algorithms.checks import (
 )
 from dynamo_core.algorithms.modulation import quantile
 
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
+"""By how much two log-probs of the same token under the same weights may differ."""
+
 
 def covariance(
     log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
@@ -102,6 +105,9 @@ def kl_cov_penalty(
 ) -> torch.Tensor:
     """coefficient sum w |log pi - log pi_old| over the chosen tokens, to be added to the loss.
 
+    |x| has no derivative at 0, where the first update of every step stands: a distance within rounding counts as 0
+    and pushes nowhere, else the last bit of a sum (micro-batches, ranks) would decide the direction.
+
     Raises:
         AlgorithmError: shapes that do not match, negative coefficient.
     """
@@ -110,6 +116,7 @@ def kl_cov_penalty(
     use = chosen & (weights != 0)
     new = zero_outside(use, at_least_float32(log_prob))
     distance = (new - zero_outside(use, at_least_float32(old_log_prob.detach()))).abs()
+    distance = distance.masked_fill(distance <= ROUNDING[new.dtype], 0.0)
     return coefficient * (weights.to(new.dtype) * distance).sum()
 
 

@@ -160,7 +160,7 @@ def test_a_kl_penalty_holds_the_policy_back(preset, place):
     fast |= {"critic__optimizer__lr": 1e-3} if preset == "exact_ppo" else {}
     free, _ = run(**fast, kl="{place: loss, kind: k3, coefficient: 1e-9}")
     held, _ = run(**fast, kl=f"{{place: {place}, kind: k1, coefficient: 0.5}}")
-    assert free[0]["kl/reference"] == held[0]["kl/reference"] == 0
+    assert max(free[0]["kl/reference"], held[0]["kl/reference"]) < 1e-20  # squares of rounding
     assert 0 < held[-1]["kl/reference"] < 0.8 * free[-1]["kl/reference"]
 
 

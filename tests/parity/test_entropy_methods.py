@@ -96,6 +96,15 @@ def test_kl_cov_penalty_and_its_gradient() -> None:
     agree(kl_cov_penalty(log_prob, old, weights, chosen & torch.tensor([[False, True, True]])), 0.25)
 
 
+def test_kl_cov_pushes_nowhere_where_policies_agree_up_to_rounding() -> None:
+    for dtype, rounding in ((torch.float64, 1e-13), (torch.float32, 1e-6)):
+        old = torch.tensor([[-1.0, -2.0, -0.5]], dtype=dtype)
+        log_prob = (old + torch.tensor([[rounding, -rounding, 1e-3]], dtype=dtype)).requires_grad_()
+        loss = kl_cov_penalty(log_prob, old, torch.ones_like(old), torch.ones_like(old) > 0)
+        assert loss.item() == pytest.approx(1e-3, rel=1e-3)
+        agree(torch.autograd.grad(loss, log_prob)[0].double(), [[0.0, 0.0, 1.0]])
+
+
 def test_entropy_advantage() -> None:
     advantages = f64([[1.0, -1.0, 4.0, torch.nan]])
     entropy = f64([[10.0, 10.0, 0.5, 1.0]]).requires_grad_()

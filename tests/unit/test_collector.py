@@ -73,7 +73,9 @@ def relabelled(rollouts):
 
 
 @pytest.mark.parametrize(
-    "tamper", [relabelled, lambda rollouts: rollouts[1:], lambda rollouts: [rollouts[0], *rollouts]], ids=str
+    "tamper",
+    [relabelled, lambda rollouts: rollouts[1:], lambda rollouts: [rollouts[0], *rollouts]],
+    ids=["relabelled", "one missing", "one twice"],
 )
 def test_rows_that_lost_their_prompt_are_noticed(tokenizer, tamper):
     with pytest.raises(AssertionError):

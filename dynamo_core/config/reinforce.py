@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from dynamo_core.config.base import Frozen, PositiveFloat, PositiveInt, Sampling
+from dynamo_core.config.base import Frozen, NonNegativeFloat, PositiveFloat, PositiveInt, Sampling
 from dynamo_core.config.method import (
     LEAST_GROUP,
     LEAST_OBJECTIVE,
@@ -56,6 +56,8 @@ class ReinforceStage(TrainingStage):
     overlong: Literal["keep", "mask", "bootstrap"] = "keep"
     """Rollouts cut off at max_new_tokens. mask: they leave the loss, not the baselines and statistics; bootstrap: the
     critic's value of what they have so far is added to their reward."""
+    truncation_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward of rollouts cut off at max_new_tokens; their correctness stays what it is."""
     estimator: Literal["grpo", "dr_grpo", "rloo", "posterior_std_grpo", "reinforce_pp", "w_reinforce", "nsr", "gae"]
     critic: Critic | None = None
     """For estimator `gae`, and only for it."""

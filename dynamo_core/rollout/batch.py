@@ -15,11 +15,18 @@ from dynamo_core.training.policy_update import PolicyBatch
 from dynamo_core.types import Rollout
 
 
-def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str], *, overlong: str = "keep") -> PolicyBatch:
+def policy_batch(
+    scored: Sequence[ScoredRollout],
+    prompt_ids: Sequence[str],
+    *,
+    overlong: str = "keep",
+    truncation_penalty: float = 0.0,
+) -> PolicyBatch:
     """Arrays of the rollouts that have a score; the others leave loss and statistics (they are counted elsewhere).
 
     Args:
         overlong: "mask" takes the tokens of rollouts that were cut off out of the loss.
+        truncation_penalty: subtracted from the reward of such rollouts.
 
     Raises:
         DataError: no rollout of the step could be scored, or none is left.
@@ -41,12 +48,13 @@ def policy_batch(scored: Sequence[ScoredRollout], prompt_ids: Sequence[str], *, 
             f"all {len(usable)} scored rollouts of the step were cut off, and overlong is 'mask'",
             "raise sampling.max_new_tokens, or set overlong: keep",
         )
+    rewards_B = torch.tensor([item.verdict.score for item in usable], dtype=torch.float32)
     place = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     width = tokens.token_ids_BL.shape[1]
     return PolicyBatch(
         rows=rows,
         group_B=torch.tensor([place[item.rollout.prompt_id] for item in usable]),
-        rewards_B=torch.tensor([item.verdict.score for item in usable], dtype=torch.float32),
+        rewards_B=rewards_B - truncation_penalty * truncated_B,
         mask_BL=mask_BL,
         old_log_prob_BL=_spread([item.rollout for item in usable], "log_probs", width),
         entropy_BL=_spread([item.rollout for item in usable], "entropies", width),

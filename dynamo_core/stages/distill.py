@@ -9,7 +9,7 @@ from dynamo_core.errors import RecipeError
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.supervised import demonstrations_of, fit, start_model
 from dynamo_core.training import distributed
-from dynamo_core.training.models import DTYPES, load_model, load_tokenizer
+from dynamo_core.training.models import DTYPES, load_model, load_tokenizer, require_rows
 from dynamo_core.training.supervised import TOKENS, DistillationLoss, encode_rows
 
 
@@ -22,6 +22,7 @@ def run(context: StageContext) -> dict[str, float]:
         student, tokenizer = start_model(context, stage, ranks, demonstrations, tokenizer_from=teacher_folder)
         _check_vocabulary(tokenizer.get_vocab(), load_tokenizer(teacher_folder).get_vocab())
         teacher = load_model(teacher_folder, dtype=DTYPES[stage.engine.precision], device=ranks.device).eval()
+        require_rows(teacher, tokenizer, teacher_folder)
         loss = DistillationLoss(student, teacher, temperature=stage.temperature, kl_weight=stage.kl_weight)
         return fit(
             context,

@@ -82,7 +82,9 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
         counts = allocated(stage, stats, chosen, variance)
         scored = parts.collector.collect(chosen, counts, step=step, sampling=sampling)
         collected = time.perf_counter()
-        batch = policy_batch(scored, chosen, overlong=stage.overlong)
+        batch = policy_batch(
+            scored, chosen, overlong=stage.overlong, truncation_penalty=stage.truncation_penalty
+        )
         values = None if parts.critic is None else parts.critic.values(batch)
         reference_BL = None if parts.reference is None else parts.reference.log_probs(batch)
         gates.check_finite(step, batch, values, reference_BL)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -114,10 +115,29 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 def load_pretrained(
     spec: PretrainedModel, *, dtype: torch.dtype, device: torch.device, four_bit: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer that a recipe names."""
+    """Model and tokenizer that a recipe names.
+
+    Raises:
+        RecipeError: as `load_model`, `load_tokenizer` and `require_rows`.
+    """
     path = str(Path(spec.path).expanduser()) if spec.path.startswith("~") else spec.path
-    model = load_model(path, dtype=dtype, device=device, four_bit=four_bit)
-    return model, load_tokenizer(path)
+    model, tokenizer = load_model(path, dtype=dtype, device=device, four_bit=four_bit), load_tokenizer(path)
+    require_rows(model, tokenizer, path)
+    return model, tokenizer
+
+
+def require_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:
+    """A token that tokenizer or data use must have a row in the model.
+
+    Raises:
+        RecipeError: the model's vocabulary is smaller than the tokenizer's. No token is ever added to a model.
+    """
+    rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    if rows < len(tokenizer):
+        raise RecipeError(
+            f"the model in '{source}' knows {rows} tokens, but its tokenizer has {len(tokenizer)}",
+            "give a model whose embedding was resized to its tokenizer",
+        )
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

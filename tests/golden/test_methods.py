@@ -189,6 +189,14 @@ def test_rollouts_that_were_cut_off_leave_the_loss_but_not_the_statistics():
     assert masked[0][0]["rollouts_seen"] == kept[0][0]["rollouts_seen"] == 36
 
 
+def test_a_penalty_for_the_cut_off_reaches_the_policy_and_not_the_statistics():
+    cut = {"sampling__max_new_tokens": 7}
+    kept, charged = run(**cut), run(truncation_penalty=0.5, **cut)
+    assert not same(kept, charged)
+    assert charged[0][0]["reward/mean"] == kept[0][0]["reward/mean"]
+    assert [step["allocation/std"] for step in charged[0][:2]] == [step["allocation/std"] for step in kept[0][:2]]
+
+
 def test_the_official_rule_follows_lifetime_counts():
     """Ranks need four visits of a prompt; then mastered prompts fall to the floor, and counts are never discounted."""
     steps, _ = run(allocation__rule="official", allocation__low=0.5, statistics__discount=0.0)

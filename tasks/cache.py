@@ -73,7 +73,9 @@ def _result_config(stage: Stage) -> dict[str, Any]:
     """The part of a stage's configuration that can change its result; outside files by content, not by path."""
     config = stage.model_dump(mode="json", exclude={*_REFERENCES})
     config["resources"].pop("timeout_minutes")
-    config.pop("checkpoints", None)
+    checkpoints = config.pop("checkpoints", None)
+    if checkpoints and checkpoints["keep_best"]:
+        config["checkpoints"] = {name: checkpoints[name] for name in ("every", "keep_best")}
     if isinstance(stage, PrepareDataStage):
         config.pop("resources")  # one process, no arithmetic that depends on threads
         if isinstance(stage.source, MessagesSource):

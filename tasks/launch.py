@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, cast
 
@@ -17,30 +15,17 @@ from dynamo_core.config.base import Resources
 from dynamo_core.config.spec import StageSpec
 from dynamo_core.config.stage_base import BaseStage
 from dynamo_core.config.stages import PrepareDataStage, Stage
-from dynamo_core.errors import DynamoError, NumericalFailure, RecipeError, ResourceExhausted, StageCrashed, StagePaused
+from dynamo_core.errors import DynamoError, StageCrashed
 from dynamo_core.stages import KEPT, RESUMED
 from dynamo_core.stages.manifest import CHECKPOINTS, Manifest, read_manifest
 from tasks.code import ROOT
+from tasks.post_mortem import BY_CODE, explain
 from tasks.processes import ProcessTree
 
 GRACE_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.2
 _NOTE_SECONDS: Final = 2.0
 _LAUNCHER_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_BY_CODE: Final[dict[int, type[DynamoError]]] = {
-    2: RecipeError,
-    3: ResourceExhausted,
-    4: NumericalFailure,
-    75: StagePaused,
-}
-_RANK_PREFIX: Final = re.compile(r"^\[rank\d+\]:\s*")
-_EXCEPTION: Final = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Failure|Iteration)\b")
-_CHAINED: Final = ("During handling of the above exception", "The above exception was the direct cause")
-_RANK_SIGNAL: Final = re.compile(r"exitcode\s*:\s*-(\d+)")
-
-
-class StageLost(StageCrashed):
-    """A stage process was killed by a signal that we did not send: worth another try."""
 
 
 def resources_of(stage: BaseStage) -> Resources:
@@ -78,7 +63,7 @@ def run_stage_process(folder: Path, spec: StageSpec, watch: Callable[[], None]) 
     if error is not None:
         raise error
     if status != 0:
-        raise _crash(spec.name, status, log, start)
+        raise explain(spec.name, status, folder, log, start)
     manifest = read_manifest(folder)
     if manifest is None:
         raise StageCrashed(f"stage '{spec.name}' ended without a manifest; full log: {log}")
@@ -154,30 +139,7 @@ def _read_error(folder: Path, name: str) -> DynamoError | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        kind = _BY_CODE.get(content["code"], StageCrashed)
+        kind = BY_CODE.get(content["code"], StageCrashed)
         return kind(f"stage '{name}': {content['cause']}", content["remedy"], content["step"])
     except (ValueError, KeyError):  # cut short by a full disk or a kill
         return StageCrashed(f"stage '{name}' failed and its {path} is unreadable")
-
-
-def _crash(name: str, status: int, log: Path, start: int) -> StageCrashed:
-    """The error for a process that ended with `status` and left no error.json; its log begins at byte `start`."""
-    lines = log.read_bytes()[start:].decode("utf-8", errors="replace").splitlines()
-    rank_signal = next((int(match[1]) for line in lines if (match := _RANK_SIGNAL.search(line))), 0)
-    number = -status if status < 0 else status - 128 if status > 128 else rank_signal
-    if number in {known.value for known in signal.Signals}:
-        cause = f"stage '{name}' was killed by {signal.Signals(number).name}"
-        hint = "the system may have run out of memory; " if number == signal.SIGKILL else ""
-        return StageLost(f"{cause} ({hint}full log: {log})")
-    return StageCrashed(f"stage '{name}' crashed with exit code {status}: {last_words(lines)}; full log: {log}")
-
-
-def last_words(lines: Iterable[str]) -> str:
-    """The line of a log that says why it ended: the last exception of the first traceback, else the last line."""
-    meaningful = [_RANK_PREFIX.sub("", line).strip() for line in lines if line.strip(" =-*\t")]
-    in_traceback = False
-    for line, following in zip(meaningful, [*meaningful[1:], ""], strict=False):
-        in_traceback = in_traceback or line.startswith("Traceback (most recent call last)")
-        if in_traceback and _EXCEPTION.match(line) and not following.startswith(_CHAINED):
-            return line
-    return meaningful[-1] if meaningful else "it wrote nothing"

@@ -9,7 +9,8 @@ from dynamo_core.config.base import Resources
 from dynamo_core.config.data import MessagesSource
 from dynamo_core.config.models import PretrainedModel
 from dynamo_core.config.recipe import MODEL_STAGES, Recipe
-from dynamo_core.config.stages import PrepareDataStage
+from dynamo_core.config.reinforce import ReinforceStage
+from dynamo_core.config.stages import PrepareDataStage, Stage, SupervisedStage
 from dynamo_core.errors import RecipeError
 from dynamo_core.training.quantisation import require_quantisation
 from tasks.launch import resources_of
@@ -24,6 +25,7 @@ def preflight(recipe: Recipe) -> None:
     for name, stage in recipe.stages.items():
         where = f"stages.{name}"
         _check_resources(f"{where}.resources", resources_of(stage))
+        _check_ranks(where, stage)
         if isinstance(stage, PrepareDataStage) and isinstance(stage.source, MessagesSource):
             _check_data(f"{where}.source.path", stage.source.path)
         if isinstance(stage, MODEL_STAGES) and isinstance(stage.model, PretrainedModel):
@@ -58,6 +60,24 @@ def _check_resources(where: str, resources: Resources) -> None:
         raise RecipeError(
             f"{where}: processes x threads is {processes} x {resources.threads} ="
             f" {processes * resources.threads}, but this machine has {cores} cores"
+        )
+
+
+def _check_ranks(where: str, stage: Stage) -> None:
+    """Shares may be uneven, none may be empty: such a rank would only wait for the others."""
+    if isinstance(stage, ReinforceStage):
+        key, rows = "prompts_per_step", stage.prompts_per_step
+    elif isinstance(stage, SupervisedStage):
+        key, rows = "batch_size", stage.batch_size
+    else:
+        return
+    processes = resources_of(stage).processes
+    if processes > rows:
+        *_, second, first = [0, *(count for count in range(1, rows + 1) if rows % count == 0)]
+        nearest = f"{second} or {first}" if second else f"{first}"
+        raise RecipeError(
+            f"{where}.resources.processes: is {processes}, but {key} is {rows}: some ranks would get nothing",
+            f"use {nearest} processes, which divide it, or raise {key}",
         )
 
 

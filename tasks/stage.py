@@ -18,8 +18,9 @@ from dynamo_core.config.spec import StageSpec
 from dynamo_core.stages.manifest import Manifest
 from tasks.cache import Hit, StageReference, library_versions, locked, look_up, read_reference, write_reference
 from tasks.follow import StageFollower
-from tasks.launch import StageLost, resources_of, run_stage_process
+from tasks.launch import resources_of, run_stage_process
 from tasks.outbox import Tracker
+from tasks.post_mortem import StageLost
 from tasks.progress import Progress
 from tasks.store import Store
 from tasks.terminal import say, warn

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveFloat, PositiveInt, Resources
 from dynamo_core.config.models import Lora
 
 
+class KeepBest(Frozen):
+    """Save the model of the best checkpoint instead of the last one's."""
+
+    metric: Annotated[str, Field(min_length=1)]
+    """A metric of the stage, such as reward/mean or train/loss; its mean since the checkpoint before counts."""
+    mode: Literal["max", "min"] = "max"
+
+
 class Checkpoints(Frozen):
-    """When a training stage saves its whole state, so that an interrupted run goes on. Not part of the cache key."""
+    """When a training stage saves its whole state, so that an interrupted run goes on.
+
+    Not part of the cache key, but for `keep_best` and the `every` that it then depends on.
+    """
 
     every: PositiveInt = 50
     """Steps between checkpoints."""
     minutes: PositiveFloat = 10.0
     """A checkpoint is also saved when the last one is this old."""
     keep_last: PositiveInt = 2
+    keep_best: KeepBest | None = None
+    """null: the model after the last step is saved."""
     max_minutes: PositiveFloat | None = None
     """The stage saves a checkpoint and stops before it runs longer (a job's time limit); the next run goes on."""
 

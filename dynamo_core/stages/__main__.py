@@ -6,7 +6,6 @@ with its traceback in the log. Under a launcher the exit status is only zero or 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from dynamo_core.errors import DataError, DynamoError, ResourceExhausted
+from dynamo_core.errors import DynamoError
 
 
 def set_determinism_switches() -> None:
@@ -38,7 +37,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _write_error(folder: Path, error: DynamoError) -> None:
-    """Write error.json unless another rank was first."""
+    """Write error.json unless another rank was first, or the disk is so full that the exit code must do."""
     content = {
         "code": error.exit_code,
         "cause": error.cause,
@@ -46,27 +45,14 @@ def _write_error(folder: Path, error: DynamoError) -> None:
         "step": error.step,
         "rank": int(os.environ.get("RANK", "0")),
     }
+    path = folder / "error.json"
     try:
-        with (folder / "error.json").open("x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file:
             json.dump(content, file)
     except FileExistsError:
         return
-
-
-def _as_user_error(error: OSError | MemoryError | RuntimeError) -> DynamoError | None:
-    """What the machine refused, as an error with an exit code; None for anything else."""
-    if isinstance(error, MemoryError):
-        return ResourceExhausted(f"out of memory: {error}", "lower micro_batch_size or sampling.batch_tokens")
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ResourceExhausted(f"the disk is full: {error}", "free space or move the store")
-        if error.errno in (errno.EACCES, errno.EROFS):
-            return DataError(f"no permission: {error}", "choose a store you may write to")
-        return None
-    if type(error).__name__ == "OutOfMemoryError" or "not enough memory" in str(error):
-        cause = str(error).splitlines()[0]
-        return ResourceExhausted(f"out of memory: {cause}", "lower micro_batch_size or sampling.batch_tokens")
-    return None
+    except OSError:
+        path.unlink(missing_ok=True)
 
 
 def main(folder: Path) -> int:
@@ -74,14 +60,16 @@ def main(folder: Path) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(format="%(levelname)s: %(message)s")  # to the stage's log, like all output
     set_determinism_switches()
-    from dynamo_core import stages  # noqa: PLC0415  (after the switches: it may load torch)
+    # After the switches: they may load numpy or torch.
+    from dynamo_core import stages  # noqa: PLC0415
+    from dynamo_core.stages.refusals import MACHINE_ERRORS, as_user_error  # noqa: PLC0415
 
     try:
         stages.run(folder)
     except DynamoError as error:
         known = error
-    except (OSError, MemoryError, RuntimeError) as error:
-        found = _as_user_error(error)
+    except MACHINE_ERRORS as error:
+        found = as_user_error(error)
         if found is None:
             raise
         known = found

@@ -54,6 +54,8 @@ def run(context: StageContext) -> dict[str, float]:
         parts = build(context, stage, ranks, model=model, tokenizer=tokenizer, tasks=tasks)
         with parts.checkpoints:
             loop(context, stage, parts)
+            best = parts.checkpoints.take_best()
+            parts.publish(stage.steps)
             parts.check_weights()
             if ranks.first:
                 publish(parts.policy, tokenizer, context.folder)
@@ -62,7 +64,7 @@ def run(context: StageContext) -> dict[str, float]:
                     if ranks.first:
                         cast(Critic, parts.critic.engine.module).save(context.folder / "critic")
         ranks.barrier()
-        return {**context.metrics.last, **parameter_counts(parts.policy)}
+        return {**context.metrics.last, **best, **parameter_counts(parts.policy)}
 
 
 def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
@@ -108,7 +110,7 @@ def loop(context: StageContext, stage: ReinforceStage, parts: Parts) -> None:
         context.tables.append("samples", report.sample_rows())
         if step % TABLE_INTERVAL == 0 or step == stage.steps:
             context.tables.flush(step)
-        parts.checkpoints.after_step(step, partial(_state, context, step, remembered))
+        parts.checkpoints.after_step(step, metrics, partial(_state, context, step, remembered))
 
 
 def _state(context: StageContext, step: int, remembered: Mapping[str, Stateful]) -> dict[str, Any]:

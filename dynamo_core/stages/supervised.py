@@ -69,7 +69,7 @@ def fit(
 
     def report(step: int, values: Mapping[str, float], timings: Mapping[str, float]) -> None:
         context.metrics.write(step, values, timings)
-        checkpoints.after_step(step, lambda: state(context, step))
+        checkpoints.after_step(step, values, lambda: state(context, step))
 
     with checkpoints:
         start, _ = resume(context, checkpoints)
@@ -91,6 +91,7 @@ def fit(
             start=start,
             prompt_ids=encoded.prompt_ids,
         )
+        best = checkpoints.take_best()
         engine.check_weights()
         with engine.gathered():
             if ranks.first:
@@ -98,6 +99,7 @@ def fit(
     ranks.barrier()
     return {
         **context.metrics.last,
+        **best,
         "rows": float(len(encoded.rows)),
         "rows_too_long": float(len(encoded.too_long)),
         **parameters,

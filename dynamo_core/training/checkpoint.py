@@ -30,8 +30,9 @@ from pydantic import ValidationError
 
 from dynamo_core.config.base import Frozen, NonNegativeInt, PositiveInt
 from dynamo_core.config.stage_base import Checkpoints
-from dynamo_core.errors import RecipeError, StagePaused
+from dynamo_core.errors import RecipeError, ResourceExhausted, StagePaused
 from dynamo_core.files import OutputFile, file_digest, find_damage, sync_folder, write_atomically
+from dynamo_core.training.best import Best
 from dynamo_core.training.distributed import Ranks
 
 _LOG: Final = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Checkpointer:
         self._ranks = ranks
         self._parts = dict(parts)
         self._steps = steps
+        self._best = None if config.keep_best is None else Best(config.keep_best, every=config.every, steps=steps)
         self._started = self._saved = self._stepped = time.monotonic()
         self._stopping = False
         self._outer: Any = None
@@ -119,16 +121,20 @@ class Checkpointer:
             raise SystemExit(128 + signum)
         self._stopping = True
 
-    def after_step(self, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
+    def after_step(self, step: int, values: Mapping[str, float], state: Callable[[], Mapping[str, Any]]) -> None:
         """Save if it is time to, and stop if that was asked for.
 
         Args:
+            values: the step's metrics, equal on all ranks.
             state: what the loop must remember, as JSON values, equal on all ranks; called only to be saved.
 
         Raises:
             SystemExit: SIGTERM came, and `step` is saved.
             StagePaused: max_minutes would be over before the next step is.
+            RecipeError: keep_best.metric is not among `values`.
         """
+        if self._best is not None:
+            self._best.observe(step, values)
         if step >= self._steps:
             return
         now = time.monotonic()
@@ -156,22 +162,34 @@ class Checkpointer:
         Args:
             state: JSON values; equal on all ranks.
         """
-        final = self._folder / f"step-{step:06d}"
+        final = self._path(step)
         temporary = self._folder / f".step-{step:06d}.tmp"
         if self._ranks.first:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self._ranks.barrier()
+        try:
+            self._write(temporary, step, state)
+            if self._ranks.first:
+                self._publish(temporary, final, step)
+        finally:
+            if self._ranks.first:  # a full disk needs the room; the one before stays
+                shutil.rmtree(temporary, ignore_errors=True)
+        self._ranks.barrier()
+        self._saved = time.monotonic()
+
+    def _write(self, temporary: Path, step: int, state: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
             (temporary / name).mkdir(exist_ok=True)
             part.save(temporary / name)
         random_states = self._ranks.gather(_random_state())
         if self._ranks.first:
-            content = {"state": dict(state), "random": random_states}
+            best = None if self._best is None else self._best.state_dict()
+            content = {"state": dict(state), "random": random_states, "best": best}
             (temporary / STATE).write_text(json.dumps(content), encoding="utf-8")
-            self._publish(temporary, final, step)
-        self._ranks.barrier()
-        self._saved = time.monotonic()
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}"
 
     def _publish(self, temporary: Path, final: Path, step: int) -> None:
         files = {}
@@ -187,8 +205,10 @@ class Checkpointer:
         shutil.rmtree(final, ignore_errors=True)  # a torn one of this name
         temporary.rename(final)
         sync_folder(self._folder)
+        best = None if self._best is None or self._best.step is None else self._path(self._best.step)
         for old in _newest_first(self._folder)[self._config.keep_last :]:
-            shutil.rmtree(old)
+            if old != best:
+                shutil.rmtree(old)
 
     def resume(self) -> Resumed | None:
         """Restore the newest complete checkpoint into all parts; None where there is none.
@@ -204,8 +224,29 @@ class Checkpointer:
             part.load(found / name)
         content = json.loads((found / STATE).read_text(encoding="utf-8"))
         _restore_random_state(content["random"][self._ranks.rank])
+        if self._best is not None and content["best"] is not None:
+            self._best.load_state_dict(content["best"])
         index = CheckpointIndex.model_validate_json((found / INDEX).read_text(encoding="utf-8"))
         return Resumed(index.step, content["state"])
+
+    def take_best(self) -> dict[str, float]:
+        """After the last step: bring all parts back to the best checkpoint, where the recipe asks for it; its metrics.
+
+        Raises:
+            ResourceExhausted: that checkpoint was damaged meanwhile.
+        """
+        best = self._best
+        if best is None or best.step is None or best.value is None:
+            return {}
+        if best.step != self._steps:
+            folder = self._path(best.step)
+            index = CheckpointIndex.model_validate_json((folder / INDEX).read_text(encoding="utf-8"))
+            damage = find_damage(folder, index.files, deep=True)
+            if damage is not None:
+                raise ResourceExhausted(f"the best checkpoint {folder} is damaged: {damage}", "run the stage again")
+            for name, part in self._parts.items():
+                part.load(folder / name)
+        return {"best/step": float(best.step), "best/value": best.value}
 
     def _newest_complete(self) -> Path | None:
         for folder in _newest_first(self._folder):

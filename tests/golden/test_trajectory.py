@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 
 from dynamo_core.algorithms import advantages
 from dynamo_core.stages import reinforce
 from tests.golden import trajectory
+
+plain_run = cache(trajectory.run)
 
 
 def compare(found, expected):
@@ -47,7 +50,7 @@ def test_a_sign_error_in_the_advantage_is_seen(monkeypatch):
 @pytest.mark.parametrize("micro_batch_size", [1, 7, 64])
 def test_micro_batches_change_nothing_but_rounding(micro_batch_size):
     steps, parameters = trajectory.run(micro_batch_size=micro_batch_size)
-    expected_steps, expected = trajectory.run()
+    expected_steps, expected = plain_run()
     for name, tensor in expected.items():
         assert parameters[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-6, abs=1e-8), name
     assert steps[0]["policy/loss"] == pytest.approx(expected_steps[0]["policy/loss"], rel=1e-9, abs=1e-12)
@@ -73,9 +76,12 @@ def test_micro_batches_change_nothing_but_rounding(micro_batch_size):
 def test_each_switch_runs_and_changes_the_trajectory(changes):
     steps, _ = trajectory.run(**changes)
     assert all(step["allocation/budget"] == 36 for step in steps)
-    expected = json.loads(trajectory.RECORD.read_text())["steps"]
-    found = [{name: float(value).hex() for name, value in step.items()} for step in steps]
-    assert found != expected
+    plain, _ = plain_run()
+    assert any(
+        step.get(name) != pytest.approx(value)
+        for step, usual in zip(steps, plain, strict=True)
+        for name, value in usual.items()
+    )
 
 
 @pytest.mark.parametrize("objective", ["neyman", "drgrpo"])

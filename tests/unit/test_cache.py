@@ -35,6 +35,7 @@ def key(loaded: Recipe, name: str, digest: str = "0" * 64) -> str:
     [
         ("teacher", "stages.teacher.resources.timeout_minutes=5", True),
         ("teacher", "stages.teacher.checkpoints.every=7", True),
+        ("teacher", "stages.teacher.checkpoints.keep_best={metric: train/loss, mode: min}", False),
         ("teacher", "description=other words", True),
         ("teacher", "stages.student.steps=31", True),
         ("teacher", "stages.teacher.optimizer.lr=1e-3", False),

@@ -16,7 +16,8 @@ from dynamo_core.config.load import load_recipe
 from dynamo_core.config.spec import StageSpec
 from dynamo_core.errors import DynamoError, NumericalFailure, RecipeError, ResourceExhausted, StageCrashed
 from tasks import launch
-from tasks.launch import StageLost, last_words, resources_of, run_stage_process
+from tasks.launch import resources_of, run_stage_process
+from tasks.post_mortem import Death, StageLost, explain, first_death, last_words
 from tasks.processes import ProcessTree
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
@@ -82,6 +83,7 @@ def test_error_json_decides(
         ("pass", StageCrashed, "ended without a manifest"),
         ("os.kill(os.getpid(), signal.SIGKILL)", StageLost, "was killed by SIGKILL (the system may have run out"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", StageLost, "was killed by SIGSEGV"),
+        ("sys.exit(3)", ResourceExhausted, "it wrote nothing"),
         ("sys.exit(143)", StageLost, "was killed by SIGTERM"),
         ("(FOLDER / 'error.json').write_text('{'); sys.exit(2)", StageCrashed, "error.json is unreadable"),
         ("print('  exitcode  : -9 (pid: 77)'); sys.exit(1)", StageLost, "was killed by SIGKILL"),
@@ -90,7 +92,7 @@ def test_error_json_decides(
 def test_a_silent_death_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, kind: type[DynamoError], expected: str
 ) -> None:
-    with pytest.raises(StageCrashed) as caught:
+    with pytest.raises(DynamoError) as caught:
         run_code(monkeypatch, tmp_path / "s", code)
     assert type(caught.value) is kind
     assert expected in str(caught.value)
@@ -216,7 +218,26 @@ def test_a_crash_is_explained_by_its_own_attempt(tmp_path: Path) -> None:
     log.write_text("exitcode  : -9 (pid: 7)\nTraceback (most recent call last):\nRuntimeError: long ago\n")
     start = log.stat().st_size
     log.write_text(log.read_text() + "Traceback (most recent call last):\nValueError: just now\n")
-    error = launch._crash("sft", 1, log, start)
+    error = explain("sft", 1, tmp_path, log, start)
     assert not isinstance(error, StageLost)
     assert "ValueError: just now" in str(error)
-    assert "crashed with exit code 255" in str(launch._crash("sft", 255, log, start))
+    assert "after step" not in str(error)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    assert "crashed with exit code 1 after step 7: " in str(explain("sft", 1, tmp_path, log, start))
+    assert "crashed with exit code 255" in str(explain("sft", 255, tmp_path, log, start))
+
+
+def reported(*deaths: tuple[int, int]) -> list[str]:
+    return [
+        line for rank, code in deaths for line in (f"  rank      : {rank} (local_rank: 0)", f"  exitcode  : {code}")
+    ]
+
+
+def test_the_rank_that_was_killed_comes_before_those_that_lost_it():
+    assert first_death(["nothing"]) is None
+    assert first_death(reported((0, 1), (1, -9))) == Death(1, -9)
+    assert first_death(reported((3, -9), (0, 1))) == Death(3, -9)
+    assert first_death(reported((0, -15), (2, 1))) == Death(2, 1)
+    lines = ["[rank0]: Traceback (most recent call last)", "[rank0]: IOError: peer", *TORCHRUN_LOG.splitlines()]
+    assert last_words(lines, rank=0) == "IOError: peer"
+    assert last_words(lines, rank=1) == "RuntimeError: the real cause"

@@ -48,6 +48,21 @@ def test_what_this_machine_cannot_do(machine, override: str, expected: str) -> N
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stages.teacher.batch_size=6"], "is 8, but batch_size is 6: some ranks would get nothing (use 3 or 6"),
+        (["stages.reinforced.prompts_per_step=1", "stages.reinforced.updates_per_step=1"], "use 1 processes"),
+    ],
+)
+def test_a_rank_without_rows_is_refused_with_the_nearest_numbers(machine, overrides, expected) -> None:
+    machine(8)
+    preflight(load_recipe(SMOKE, ["resources={processes: 8, device: cuda}"]))
+    with pytest.raises(RecipeError) as caught:
+        preflight(load_recipe(SMOKE, ["resources={processes: 8, device: cuda}", *overrides]))
+    assert expected in str(caught.value)
+
+
 def test_gpus_bound_the_ranks(machine) -> None:
     machine(gpus=2)
     preflight(load_recipe(SMOKE, ["resources={processes: 2, threads: 8, device: auto}"]))

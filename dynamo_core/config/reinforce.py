@@ -23,7 +23,7 @@ from dynamo_core.config.method import (
     Statistics,
 )
 from dynamo_core.config.models import PretrainedModel
-from dynamo_core.config.stage_base import TrainingStage
+from dynamo_core.config.stage_base import Batching, TrainingStage
 
 
 class MathAnswerReward(Frozen):
@@ -44,6 +44,8 @@ class ReinforceStage(TrainingStage):
     """The policy to start from; leave out with `model_from`."""
     model_from: str | None = None
     data_from: str | None = None
+    batching: Batching = "padded"
+    """How rows stand in a micro-batch; changes memory and speed, not the result."""
     prompts_per_step: PositiveInt
     rollouts_per_prompt: PositiveInt
     """The mean; the step's budget is prompts_per_step x rollouts_per_prompt."""

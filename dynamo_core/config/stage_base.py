@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from dynamo_core.config.base import Engine, Frozen, Optimizer, PositiveFloat, PositiveInt, Resources
 from dynamo_core.config.models import Lora
 
+Batching = Literal["padded", "packed"]
+"""padded: one row a line, pads behind it; packed: several rows a line, which do not see each other."""
+
 
 class KeepBest(Frozen):
     """Save the model of the best checkpoint instead of the last one's."""

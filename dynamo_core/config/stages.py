@@ -10,7 +10,7 @@ from dynamo_core.config.base import Frozen, PositiveFloat, PositiveInt, Precisio
 from dynamo_core.config.data import Source, Split
 from dynamo_core.config.models import Model, PretrainedModel
 from dynamo_core.config.reinforce import MathAnswerReward, ReinforceStage
-from dynamo_core.config.stage_base import BaseStage, TrainingStage
+from dynamo_core.config.stage_base import BaseStage, Batching, TrainingStage
 
 
 class PrepareDataStage(BaseStage):
@@ -43,6 +43,8 @@ class SftStage(SupervisedStage):
     type: Literal["sft"]
     model: Model | None = None
     """The model to start from; leave out with `model_from`."""
+    batching: Batching = "padded"
+    """How rows stand in a micro-batch; changes memory and speed, not the result."""
 
 
 class DistillStage(SupervisedStage):
@@ -51,6 +53,8 @@ class DistillStage(SupervisedStage):
     type: Literal["distill"]
     model: Model | None = None
     """The student to start from; leave out with `model_from`."""
+    batching: Batching = "padded"
+    """How rows stand in a micro-batch; changes memory and speed, not the result."""
     teacher_from: str | None = None
     temperature: PositiveFloat = 1.0
     """Softens both distributions; the loss is multiplied by its square."""

@@ -10,7 +10,8 @@ from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.supervised import demonstrations_of, fit, start_model
 from dynamo_core.training import distributed
 from dynamo_core.training.models import DTYPES, load_model, load_tokenizer, require_rows
-from dynamo_core.training.supervised import TOKENS, DistillationLoss, encode_rows
+from dynamo_core.training.policy import require_packing
+from dynamo_core.training.supervised import DistillationLoss, encode_rows, tokens
 
 
 def run(context: StageContext) -> dict[str, float]:
@@ -23,6 +24,8 @@ def run(context: StageContext) -> dict[str, float]:
         _check_vocabulary(tokenizer.get_vocab(), load_tokenizer(teacher_folder).get_vocab())
         teacher = load_model(teacher_folder, dtype=DTYPES[stage.engine.precision], device=ranks.device).eval()
         require_rows(teacher, tokenizer, teacher_folder)
+        require_packing(student, stage.batching)
+        require_packing(teacher, stage.batching)
         loss = DistillationLoss(student, teacher, temperature=stage.temperature, kl_weight=stage.kl_weight)
         return fit(
             context,
@@ -32,7 +35,7 @@ def run(context: StageContext) -> dict[str, float]:
             model=student,
             tokenizer=tokenizer,
             encoded=encode_rows(tokenizer, demonstrations, stage.max_length),
-            collation=TOKENS,
+            collation=tokens(stage.batching),
         )
 
 

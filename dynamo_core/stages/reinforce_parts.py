@@ -24,7 +24,7 @@ from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.lora import has_adapters
 from dynamo_core.training.models import eos_ids
-from dynamo_core.training.policy import TokenScorer
+from dynamo_core.training.policy import TokenScorer, require_packing
 from dynamo_core.training.reference import Reference, Scorer, WithoutAdapters
 
 
@@ -96,6 +96,7 @@ def build(
     """
     # Copies of the model are made before anything trains. Sharded weights cannot decode: ranks would have to gather
     # them for every token, and as long as the slowest.
+    require_packing(model, stage.batching)
     policy = copy.deepcopy(model) if stage.engine.zero_stage == 3 else model
     if rollout_engine is None:
         rollout_engine = TransformersEngine(
@@ -107,6 +108,7 @@ def build(
         reference = Reference(
             _unchanging(model), stage.kl, ranks,
             temperature=stage.sampling.temperature, size=stage.micro_batch_size,
+            packed=stage.batching == "packed",
         )  # fmt: skip
     critic = _critic(stage, ranks, model)
     if stage.engine.gradient_checkpointing:
@@ -148,4 +150,4 @@ def _critic(stage: ReinforceStage, ranks: Ranks, model: PreTrainedModel) -> Valu
     engine = TrainingEngine(
         module, ranks, optimizer=config.optimizer, engine=stage.engine, total_steps=stage.optimizer_steps
     )
-    return ValueLearner(engine, config, ranks, size=stage.micro_batch_size)
+    return ValueLearner(engine, config, ranks, size=stage.micro_batch_size, packed=stage.batching == "packed")

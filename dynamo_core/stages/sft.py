@@ -8,7 +8,8 @@ from dynamo_core.config.stages import SftStage
 from dynamo_core.stages.context import StageContext
 from dynamo_core.stages.supervised import demonstrations_of, fit, start_model
 from dynamo_core.training import distributed
-from dynamo_core.training.supervised import TOKENS, NextTokenLoss, encode_rows
+from dynamo_core.training.policy import require_packing
+from dynamo_core.training.supervised import NextTokenLoss, encode_rows, tokens
 
 
 def run(context: StageContext) -> dict[str, float]:
@@ -17,6 +18,7 @@ def run(context: StageContext) -> dict[str, float]:
     with distributed.start(context.spec.resources, always_group=True) as ranks:
         demonstrations = demonstrations_of(context)
         model, tokenizer = start_model(context, stage, ranks, demonstrations)
+        require_packing(model, stage.batching)
         return fit(
             context,
             stage,
@@ -25,5 +27,5 @@ def run(context: StageContext) -> dict[str, float]:
             model=model,
             tokenizer=tokenizer,
             encoded=encode_rows(tokenizer, demonstrations, stage.max_length),
-            collation=TOKENS,
+            collation=tokens(stage.batching),
         )

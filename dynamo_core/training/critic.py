@@ -23,10 +23,12 @@ from transformers import PreTrainedModel
 from dynamo_core.algorithms import losses
 from dynamo_core.algorithms.checks import at_least_float32
 from dynamo_core.config.method import Critic as CriticConfig
-from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
+from dynamo_core.data.batching import TokenRow, micro_batches
+from dynamo_core.data.packing import LaidOut, lay_out
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.lora import merged
+from dynamo_core.training.policy import positions
 from dynamo_core.training.policy_update import PolicyBatch
 from dynamo_core.training.scoring import score_rows
 
@@ -50,9 +52,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, token_ids_BL: torch.Tensor) -> torch.Tensor:
-        """The value after each token of right-padded rows, [B, L], float32 or better."""
-        hidden_BLH = self.backbone(input_ids=token_ids_BL, use_cache=False).last_hidden_state
+    def forward(self, token_ids_BL: torch.Tensor, position_BL: torch.Tensor | None = None) -> torch.Tensor:
+        """The value after each token of right-padded or packed rows, [B, L], float32 or better."""
+        hidden_BLH = self.backbone(input_ids=token_ids_BL, use_cache=False, **positions(position_BL)).last_hidden_state
         return at_least_float32(self.value_head(hidden_BLH).squeeze(-1))
 
     def checkpoint_activations(self) -> None:
@@ -86,15 +88,17 @@ def before_tokens(states_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tenso
 class ValueLearner:
     """The critic under its engine: it scores rollouts and prompts, and learns from returns."""
 
-    def __init__(self, engine: TrainingEngine, config: CriticConfig, ranks: Ranks, *, size: int) -> None:
+    def __init__(self, engine: TrainingEngine, config: CriticConfig, ranks: Ranks, *, size: int, packed: bool) -> None:
         """
         Args:
             size: rows of a micro-batch.
+            packed: how they stand in it.
         """
         self.engine = engine
         self.config = config
         self._ranks = ranks
         self._size = size
+        self._packed = packed
 
     def values(self, batch: PolicyBatch) -> Values:
         """The values of all rollouts of a step, on every rank."""
@@ -109,7 +113,11 @@ class ValueLearner:
         return np.array([states_BL[index, len(row.token_ids) - 1] for index, row in enumerate(rows)], dtype=np.float64)
 
     def _states(self, rows: Sequence[TokenRow]) -> torch.Tensor:
-        return score_rows(lambda token_ids_BL, _: self.engine.forward(token_ids_BL), rows, self._size, self._ranks)
+        return score_rows(self._after, rows, self._size, self._ranks, packed=self._packed)
+
+    def _after(self, batch: LaidOut) -> torch.Tensor:
+        after_PC: torch.Tensor = self.engine.forward(batch.token_ids_PC, batch.position_PC)
+        return after_PC
 
     def fit(
         self,
@@ -157,12 +165,13 @@ class ValueLearner:
     ) -> float:
         """Forward and backward of some rows; no rows: one with weight 0 keeps the ranks' collectives symmetric."""
         index = picked if picked.size else np.array([0], dtype=np.int64)
-        tokens = pad_rows([batch.rows[row] for row in index])
-        width, device = tokens.token_ids_BL.shape[1], self.engine.device
+        device = self.engine.device
+        laid_out = lay_out([batch.rows[row] for row in index], packed=self._packed).to(device)
+        width = laid_out.token_ids_PC.shape[1]
         old_bL, returns_bL, mask_bL, weights_bL = (
             part[index, :width].to(device) for part in (old_BL, returns_BL, batch.mask_BL, weights_BL)
         )
-        values_BL = before_tokens(self.engine.forward(tokens.token_ids_BL.to(device)), mask_bL)
+        values_BL = before_tokens(laid_out.by_sequence(self._after(laid_out)), mask_bL)
         loss = losses.value_loss(
             values_BL, old_bL, returns_bL, weights_bL * float(picked.size > 0), clip=self.config.value_clip
         )

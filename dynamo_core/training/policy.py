@@ -16,6 +16,10 @@ from transformers import PreTrainedModel
 
 from dynamo_core.algorithms.checks import at_least_float32
 from dynamo_core.algorithms.logit_statistics import logit_statistics
+from dynamo_core.config.stage_base import Batching
+from dynamo_core.data.batching import TokenRow
+from dynamo_core.data.packing import LaidOut, lay_out
+from dynamo_core.errors import RecipeError
 from dynamo_core.training.head_scores import HeadScores
 
 
@@ -30,6 +34,47 @@ class TokenScores(NamedTuple):
     bracket_BL: torch.Tensor
 
 
+def positions(position_BL: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A model's argument for packed rows; none for padded ones."""
+    return {} if position_BL is None else {"position_ids": position_BL}
+
+
+@torch.no_grad()
+def require_packing(model: PreTrainedModel, batching: Batching) -> None:
+    """Two rows packed into one line must score as each does alone.
+
+    Raises:
+        RecipeError: packed rows are wanted, and this model lets them see each other.
+    """
+    if batching == "padded":
+        return
+    first, second = TokenRow((3, 2, 1, 2, 3), (False, *(True,) * 4)), TokenRow((1, 3, 3, 1), (False, *(True,) * 3))
+    joined = TokenRow(first.token_ids + second.token_ids, first.target_mask + second.target_mask)
+    longer = TokenRow(joined.token_ids, (False,) * len(joined.token_ids))
+    training = model.training
+    scorer = TokenScorer(model.eval())
+    try:
+        alone_N = _log_probs(scorer, lay_out([first, second], packed=False))
+        seen_N = _log_probs(scorer, lay_out([joined], packed=False))
+        packed_N = _log_probs(scorer, lay_out([first, second, longer], packed=True))
+        apart = bool((packed_N - alone_N).norm() <= 0.1 * (seen_N - alone_N).norm())
+    except TypeError:  # no argument of that name
+        apart = False
+    finally:
+        model.train(training)
+    if not apart:
+        raise RecipeError(
+            f"a {type(model).__name__} does not keep rows apart that are packed into one line", "use batching: padded"
+        )
+
+
+def _log_probs(scorer: TokenScorer, rows: LaidOut) -> torch.Tensor:
+    rows = rows.to(scorer.model.device)
+    scores = scorer(rows.token_ids_PC, rows.target_mask_PC, 1.0, rows.position_PC)
+    log_prob_BL: torch.Tensor = rows.by_sequence(scores.log_prob_BL)
+    return log_prob_BL[rows.by_sequence(rows.target_mask_PC)]
+
+
 class TargetStates:
     """Where a model's target logits come from: hidden states and an output layer applied to a few of them at a time.
 
@@ -40,13 +85,13 @@ class TargetStates:
         self._model = model
         self.plain = _has_plain_head(model)
 
-    def states(self, token_ids_BL: torch.Tensor, predicts_BL: torch.Tensor) -> torch.Tensor:
+    def states(
+        self, token_ids_BL: torch.Tensor, predicts_BL: torch.Tensor, position_BL: torch.Tensor | None
+    ) -> torch.Tensor:
         """[N, H] states that predict the target tokens; `predicts_BL` is the target mask shifted by one, [B, L-1]."""
         # Right padding and causal attention: no attention mask is needed.
-        if self.plain:
-            states_BLH = self._model.base_model(input_ids=token_ids_BL, use_cache=False).last_hidden_state
-        else:
-            states_BLH = self._model(input_ids=token_ids_BL, use_cache=False).logits
+        inputs = {"input_ids": token_ids_BL, "use_cache": False, **positions(position_BL)}
+        states_BLH = self._model.base_model(**inputs).last_hidden_state if self.plain else self._model(**inputs).logits
         states_NH: torch.Tensor = states_BLH[:, :-1][predicts_BL]
         return states_NH
 
@@ -77,16 +122,21 @@ class TokenScorer(nn.Module):
         return list(self._targets.head.parameters(recurse=False))
 
     def forward(
-        self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float = 1.0
+        self,
+        token_ids_BL: torch.Tensor,
+        target_mask_BL: torch.Tensor,
+        temperature: float = 1.0,
+        position_BL: torch.Tensor | None = None,
     ) -> TokenScores:
-        """Scores of every target token under right-padded rows (data/batching.py).
+        """Scores of every target token under right-padded rows (data/batching.py) or packed ones (data/packing.py).
 
         Args:
             temperature: divides the logits; the one that rollouts are sampled with.
+            position_BL: of packed rows.
         """
         predicts_BL = target_mask_BL[:, 1:]
         targets_N = token_ids_BL[:, 1:][predicts_BL]
-        states_NH = self._targets.states(token_ids_BL, predicts_BL)
+        states_NH = self._targets.states(token_ids_BL, predicts_BL, position_BL)
         if self._targets.plain:
             head = self._targets.head
             flat = HeadScores.apply(  # type: ignore[no-untyped-call]

@@ -17,7 +17,8 @@ import torch
 
 from dynamo_core.algorithms import losses
 from dynamo_core.config.reinforce import ReinforceStage
-from dynamo_core.data.batching import TokenRow, micro_batches, pad_rows
+from dynamo_core.data.batching import TokenRow, micro_batches
+from dynamo_core.data.packing import lay_out
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.gates import ratio_gates
@@ -181,25 +182,27 @@ def _micro_step(
     No rows: one row with weight 0 keeps the ranks' collectives symmetric.
     """
     rows = picked if picked.size else np.array([0], dtype=np.int64)
-    tokens = pad_rows([arrays.batch.rows[row] for row in rows])
-    width, device = tokens.token_ids_BL.shape[1], engine.device
-
+    device = engine.device
+    laid_out = lay_out([arrays.batch.rows[row] for row in rows], packed=stage.batching == "packed").to(device)
+    width = laid_out.token_ids_PC.shape[1]
     terms = arrays.terms.rows(torch.from_numpy(rows), width, device)
     if not picked.size:
         terms = replace(terms, weights_BL=torch.zeros_like(terms.weights_BL))
-    inputs = tokens.token_ids_BL.to(device), tokens.target_mask_BL.to(device)
-    scores = engine.forward(*inputs, stage.sampling.temperature)
-    parts = arrays.objective.parts(scores.log_prob_BL, scores.entropy_BL, terms)
+    scores = engine.forward(
+        laid_out.token_ids_PC, laid_out.target_mask_PC, stage.sampling.temperature, laid_out.position_PC
+    )
+    log_prob_BL, entropy_BL = (laid_out.by_sequence(part) for part in (scores.log_prob_BL, scores.entropy_BL))
+    parts = arrays.objective.parts(log_prob_BL, entropy_BL, terms)
     loss = reduce(torch.add, parts.values())
     engine.accumulate(loss, parts, arrays.batch.prompts_of(picked))
     if not picked.size:
         return 0
     token_mean_BL = (arrays.batch.mask_BL[rows, :width] / arrays.tokens).to(device)
-    metrics = clip_metrics(stage.loss, scores.log_prob_BL.detach(), terms, token_mean_BL)
-    log_ratio_BL = (scores.log_prob_BL.detach() - terms.old_log_prob_BL) * (token_mean_BL != 0)
+    metrics = clip_metrics(stage.loss, log_prob_BL.detach(), terms, token_mean_BL)
+    log_ratio_BL = (log_prob_BL.detach() - terms.old_log_prob_BL) * (token_mean_BL != 0)
     sums["off_by"] += float((token_mean_BL * log_ratio_BL.expm1().abs()).sum())
     sums["off_by_log"] += float((token_mean_BL * log_ratio_BL.abs()).sum())
     sums["policy/loss"] += float(loss.detach())
     for name in _CLIP_METRICS:
         sums[name] += float(metrics[name.removeprefix("policy/")])
-    return len(rows) * width
+    return laid_out.cells

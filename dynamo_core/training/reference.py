@@ -9,6 +9,7 @@ import torch
 
 from dynamo_core.algorithms import kl
 from dynamo_core.config.method import Kl
+from dynamo_core.data.packing import LaidOut
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.lora import adapters_off
 from dynamo_core.training.objective import KlTerm
@@ -16,8 +17,8 @@ from dynamo_core.training.policy import TokenScorer, TokenScores
 from dynamo_core.training.policy_update import PolicyBatch
 from dynamo_core.training.scoring import score_rows
 
-Scorer = Callable[[torch.Tensor, torch.Tensor, float], TokenScores]
-"""(token_ids_BL, target_mask_BL, temperature) -> scores."""
+Scorer = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None], TokenScores]
+"""(token_ids_BL, target_mask_BL, temperature, position_BL of packed rows) -> scores."""
 
 
 class WithoutAdapters:
@@ -26,28 +27,38 @@ class WithoutAdapters:
     def __init__(self, scorer: TokenScorer) -> None:
         self._scorer = scorer
 
-    def __call__(self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, temperature: float) -> TokenScores:
+    def __call__(
+        self,
+        token_ids_BL: torch.Tensor,
+        target_mask_BL: torch.Tensor,
+        temperature: float,
+        position_BL: torch.Tensor | None,
+    ) -> TokenScores:
         """Like the scorer, its model's adapters switched off meanwhile."""
         with adapters_off(self._scorer.model):
-            scores: TokenScores = self._scorer(token_ids_BL, target_mask_BL, temperature)
+            scores: TokenScores = self._scorer(token_ids_BL, target_mask_BL, temperature, position_BL)
             return scores
 
 
 class Reference:
     """Scores a step's rollouts and keeps the coefficient, which belongs in checkpoints."""
 
-    def __init__(self, scorer: Scorer, config: Kl, ranks: Ranks, *, temperature: float, size: int) -> None:
+    def __init__(
+        self, scorer: Scorer, config: Kl, ranks: Ranks, *, temperature: float, size: int, packed: bool
+    ) -> None:
         """
         Args:
             scorer: of a model that never changes.
             temperature: the one that rollouts are sampled with: it divides logits on every log-prob path.
             size: rows scored at once.
+            packed: how they stand in a batch.
         """
         self._scorer = scorer
         self._config = config
         self._ranks = ranks
         self._temperature = temperature
         self._size = size
+        self._packed = packed
         self._controller: kl.FixedController = (
             kl.FixedController(config.coefficient)
             if config.target is None
@@ -57,11 +68,11 @@ class Reference:
     def log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """The reference's log-prob of every target token, [B, L]."""
 
-        def compute(token_ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-            scores_BL: torch.Tensor = self._scorer(token_ids_BL, mask_BL, self._temperature).log_prob_BL
-            return scores_BL
+        def compute(rows: LaidOut) -> torch.Tensor:
+            scores = self._scorer(rows.token_ids_PC, rows.target_mask_PC, self._temperature, rows.position_PC)
+            return scores.log_prob_BL
 
-        return score_rows(compute, batch.rows, self._size, self._ranks)
+        return score_rows(compute, batch.rows, self._size, self._ranks, packed=self._packed)
 
     def penalty(self, batch: PolicyBatch, reference_BL: torch.Tensor) -> torch.Tensor | None:
         """What each token's reward loses, [B, L]; None where the penalty is in the loss."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynamo_core.algorithms.distillation import cross_entropy, forward_kl
-from dynamo_core.data.batching import TokenRow, length_bucketed_batches, micro_batches, pad_rows
+from dynamo_core.config.stage_base import Batching
+from dynamo_core.data.batching import TokenRow, length_bucketed_batches, micro_batches
+from dynamo_core.data.packing import lay_out
 from dynamo_core.data.templates import encode_demonstration
 from dynamo_core.errors import DataError
 from dynamo_core.training.deepspeed.engine import TrainingEngine
@@ -64,10 +66,14 @@ class NextTokenLoss(Loss):
         return self._scorer[0].external_parameters()
 
     def forward(
-        self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
+        self,
+        token_ids_BL: torch.Tensor,
+        target_mask_BL: torch.Tensor,
+        weights_BL: torch.Tensor,
+        position_BL: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(loss, *parts), scalars; `weights_BL` carry the denominator."""
-        scores = self._scorer[0](token_ids_BL, target_mask_BL)
+        """(loss, *parts), scalars; `weights_BL` carry the denominator, `position_BL` comes with packed rows."""
+        scores = self._scorer[0](token_ids_BL, target_mask_BL, 1.0, position_BL)
         loss = -(weights_BL * scores.log_prob_BL).sum()
         return loss, loss.detach()
 
@@ -87,16 +93,20 @@ class DistillationLoss(Loss):
         self._kl_weight = kl_weight
 
     def forward(
-        self, token_ids_BL: torch.Tensor, target_mask_BL: torch.Tensor, weights_BL: torch.Tensor
+        self,
+        token_ids_BL: torch.Tensor,
+        target_mask_BL: torch.Tensor,
+        weights_BL: torch.Tensor,
+        position_BL: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(loss, *parts), scalars; `weights_BL` carry the denominator."""
+        """(loss, *parts), scalars; `weights_BL` carry the denominator, `position_BL` comes with packed rows."""
         predicts_BL = target_mask_BL[:, 1:]
         targets_N = token_ids_BL[:, 1:][predicts_BL]
         weights_N = weights_BL[:, 1:][predicts_BL]
         student, teacher = self._targets
-        student_NH = student.states(token_ids_BL, predicts_BL)
+        student_NH = student.states(token_ids_BL, predicts_BL, position_BL)
         with torch.no_grad():
-            teacher_NH = teacher.states(token_ids_BL, predicts_BL)
+            teacher_NH = teacher.states(token_ids_BL, predicts_BL, position_BL)
         vocabulary = student.logits(student_NH[:1]).shape[-1]
         size = max(1, CHUNK_ELEMENTS // vocabulary)
         sums = [
@@ -137,15 +147,16 @@ class Collation(Generic[Row]):
     """(rows, denominator) -> arguments of the module; an infinite denominator makes every weight zero."""
 
 
-def _token_inputs(rows: Sequence[TokenRow], denominator: float) -> tuple[torch.Tensor, ...]:
-    batch = pad_rows(rows)
-    return batch.token_ids_BL, batch.target_mask_BL, batch.target_mask_BL.float() / denominator
+def tokens(batching: Batching) -> Collation[TokenRow]:
+    """Every target token counts the same."""
 
+    def inputs(rows: Sequence[TokenRow], denominator: float) -> tuple[torch.Tensor, ...]:
+        batch = lay_out(rows, packed=batching == "packed")
+        weights_PC = batch.target_mask_PC.float() / denominator
+        given = batch.token_ids_PC, batch.target_mask_PC, weights_PC
+        return given if batch.position_PC is None else (*given, batch.position_PC)
 
-TOKENS: Final = Collation[TokenRow](
-    length=lambda row: len(row.token_ids), count=lambda row: sum(row.target_mask), inputs=_token_inputs
-)
-"""Every target token counts the same."""
+    return Collation(length=lambda row: len(row.token_ids), count=lambda row: sum(row.target_mask), inputs=inputs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from dynamo_core.rollout.collector import ScoredRollout
 from dynamo_core.rollout.engine import ScriptedEngine
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated
-from dynamo_core.training.critic import Critic, ValueLearner
+from dynamo_core.training.critic import Critic, ValueLearner, Values
 from dynamo_core.training.deepspeed import engine as engine_module
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
@@ -41,6 +41,9 @@ LR = 0.05
 STEPS = 3
 
 
+Wide = TypeVar("Wide", PolicyBatch, Values)
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to compute the same three updates."""
@@ -53,6 +56,7 @@ class Case:
     padding: int = 0
     adam: bool = False
     lora: bool = False
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +64,7 @@ class Case:
         return "-".join(str(value) for value in vars(self).values())
 
 
-PRESETS = ("exact", "faithful", "exact_ppo", "gspo")
+PRESETS = ("exact", "faithful", "ppo", "exact_ppo", "gspo")
 PLAIN = [*(Case(preset) for preset in PRESETS), Case("exact_ppo", lora=True)]
 VARIED = [
     *(Case(preset, zero_stage=zero) for preset in ("exact", "exact_ppo") for zero in (1, 2, 3)),
@@ -70,7 +74,10 @@ VARIED = [
     Case("exact_ppo", zero_stage=3, offload="cpu"),
     *(Case(preset, micro_batch_size=size) for preset in PRESETS for size in (1, 2, 8, 100)),
     *(Case(preset, shuffled=True) for preset in PRESETS),
-    *(Case(preset, padding=9) for preset in ("exact", "gspo")),
+    *(Case(preset, padding=9) for preset in ("exact", "gspo", "exact_ppo")),
+    *(Case(preset, packed=True, micro_batch_size=8) for preset in PRESETS),
+    Case("exact_ppo", packed=True, micro_batch_size=8, zero_stage=3),
+    Case("exact_ppo", packed=True, micro_batch_size=8, zero_stage=2, lora=True),
 ]
 ADAM = [Case(preset, adam=True) for preset in ("exact", "exact_ppo")]
 ADAM_VARIED = [replace(case, zero_stage=zero) for case in ADAM for zero in (1, 2, 3)] + [
@@ -115,6 +122,7 @@ def recipe_stage(case: Case) -> ReinforceStage:
         f"engine={{zero_stage: {case.zero_stage}, offload: {case.offload}}}",
         "updates_per_step=1",
         "modulation.stabilisation=true",
+        f"batching={'packed' if case.packed else 'padded'}",
         *(["critic.warmup_steps=0", "critic.value_clip=0.3"] if case.preset.endswith("ppo") else []),
     ]
     stage = smoke_recipe([f"stages.reinforced.{item}" for item in overrides]).stages["reinforced"]
@@ -141,7 +149,8 @@ def updates(ranks: Ranks, case: Case) -> dict[str, Any]:
     if case.shuffled:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
         rows = [rows[index] for index in order]
-    batch = widened(policy_batch(rows, [str(index) for index in range(len(COUNTS))]), case.padding)
+    narrow = policy_batch(rows, [str(index) for index in range(len(COUNTS))])
+    batch = widened(narrow, case.padding)
     model = tiny_model(tiny_tokenizer(), seed=4)
     if case.lora:
         add_adapters(model, Lora(rank=4, alpha=8.0), seed=4)
@@ -150,7 +159,7 @@ def updates(ranks: Ranks, case: Case) -> dict[str, Any]:
     modules = {"actor": actor} | ({"critic": learner.engine} if learner else {})
     values, states = [], [parameters_of(modules)]
     for step in range(STEPS):
-        known = None if learner is None else learner.values(batch)
+        known = None if learner is None else widened(learner.values(narrow), case.padding)
         given = credit(stage, batch, np.full(len(COUNTS), 0.2), values=known)
         advantages_BL = modulated(stage, batch, given.advantages_BL)
         report = update(actor, batch, advantages_BL, stage, ranks, objective=Objective(stage.loss), seed=(0, step))
@@ -168,7 +177,9 @@ def value_learner(model: PreTrainedModel, ranks: Ranks, stage: ReinforceStage, c
         return None
     critic = Critic(model)
     nn.init.normal_(critic.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(2))
-    return ValueLearner(engine_for(critic, ranks, case), stage.critic, ranks, size=stage.micro_batch_size)
+    return ValueLearner(
+        engine_for(critic, ranks, case), stage.critic, ranks, size=stage.micro_batch_size, packed=case.packed
+    )
 
 
 def parameters_of(modules: dict[str, TrainingEngine]) -> dict[str, torch.Tensor]:
@@ -181,8 +192,8 @@ def parameters_of(modules: dict[str, TrainingEngine]) -> dict[str, torch.Tensor]
     return found
 
 
-def widened(batch: PolicyBatch, extra: int) -> PolicyBatch:
-    """The same batch with `extra` columns of padding."""
+def widened(batch: Wide, extra: int) -> Wide:
+    """The same with `extra` columns of padding."""
     arrays = {name: nn.functional.pad(value, (0, extra)) for name, value in vars(batch).items() if name.endswith("_BL")}
     return replace(batch, **arrays)
 

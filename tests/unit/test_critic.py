@@ -33,7 +33,7 @@ def learner(request):
     nn.init.constant_(critic.value_head.bias, 0.3)
     with distributed.start(Resources(), always_group=True) as ranks:
         engine = TrainingEngine(critic, ranks, optimizer=Optimizer(lr=1e-3), engine=Engine(), total_steps=1)
-        yield ValueLearner(engine, CriticConfig(optimizer=Optimizer(lr=1e-3)), ranks, size=request.param)
+        yield ValueLearner(engine, CriticConfig(optimizer=Optimizer(lr=1e-3)), ranks, size=request.param, packed=False)
 
 
 def batch() -> PolicyBatch:

@@ -26,7 +26,7 @@ from dynamo_core.training.lora import adapters_off, add_adapters, has_adapters, 
 from dynamo_core.training.models import eos_ids, load_model
 from dynamo_core.training.policy import TargetStates, TokenScorer
 from dynamo_core.training.reference import Reference, WithoutAdapters
-from dynamo_core.training.supervised import TOKENS, NextTokenLoss, train
+from dynamo_core.training.supervised import NextTokenLoss, tokens, train
 from tests.builders import requests, smoke_recipe, tiny_model, tiny_tokenizer
 from tests.invariants.ranks_worker import scored
 
@@ -180,7 +180,7 @@ def trained(**engine) -> dict[str, torch.Tensor]:
             loss, ranks, optimizer=Optimizer(lr=1e-2, eps=1e-4), engine=Engine(**engine), total_steps=3
         )
         train(
-            wrapped, ROWS, ranks, lambda step, values, timings: None, collation=TOKENS, parts=loss.parts,
+            wrapped, ROWS, ranks, lambda step, values, timings: None, collation=tokens("padded"), parts=loss.parts,
             steps=3, batch_size=2, micro_batch_size=1, seed=2,
         )  # fmt: skip
         merged(model)
@@ -207,7 +207,7 @@ def test_the_reference_is_the_policy_without_its_adapters():
 
         def log_probs(score):
             kl = Kl(place="loss", kind="k3", coefficient=0.1)
-            return Reference(score, kl, ranks, temperature=1.0, size=4).log_probs(batch)
+            return Reference(score, kl, ranks, temperature=1.0, size=4, packed=False).log_probs(batch)
 
         fresh = adapted(spread=0.0)
         assert torch.equal(log_probs(WithoutAdapters(TokenScorer(fresh))), log_probs(TokenScorer(fresh)))

@@ -10,7 +10,7 @@ from dynamo_core.data.batching import TokenRow, pad_rows
 from dynamo_core.errors import DataError, NumericalFailure
 from dynamo_core.training import distributed, supervised
 from dynamo_core.training.deepspeed.engine import TrainingEngine
-from dynamo_core.training.supervised import TOKENS, DistillationLoss, NextTokenLoss, encode_rows, train
+from dynamo_core.training.supervised import DistillationLoss, NextTokenLoss, encode_rows, tokens, train
 from dynamo_core.types import Demonstration, Message
 from tests.builders import tiny_model, tiny_tokenizer
 
@@ -87,8 +87,9 @@ def trained(micro_batch_size: int, **engine) -> tuple[list[dict[str, float]], di
         optimizer = Optimizer(lr=1e-3, eps=1e-4, grad_clip=0.5, schedule="linear", warmup_steps=1)
         wrapped = TrainingEngine(loss, ranks, optimizer=optimizer, engine=Engine(**engine), total_steps=3)
         train(
-            wrapped, rows(), ranks, lambda step, values, timings: lines.append(dict(values)), collation=TOKENS,
-            parts=loss.parts, steps=3, batch_size=8, micro_batch_size=micro_batch_size, seed=2,
+            wrapped, rows(), ranks, lambda step, values, timings: lines.append(dict(values)),
+            collation=tokens("padded"), parts=loss.parts, steps=3, batch_size=8, micro_batch_size=micro_batch_size,
+            seed=2,
         )  # fmt: skip
     return lines, {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
 

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from dynamo_core.errors import DynamoError
 
@@ -68,6 +69,8 @@ def main(folder: Path) -> int:
         stages.run(folder)
     except DynamoError as error:
         known = error
+    except SystemExit as ended:  # SIGTERM; everything has been unwound
+        return int(ended.code or 0)
     except MACHINE_ERRORS as error:
         found = as_user_error(error)
         if found is None:
@@ -80,7 +83,18 @@ def main(folder: Path) -> int:
     return known.exit_code
 
 
+def leave(code: int) -> NoReturn:
+    """End the process without C++ destructors.
+
+    What still holds a gloo group (DeepSpeed does) is destroyed at exit in any order, and now and then the group's
+    threads abort a rank whose work is complete (pytorch/pytorch#190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m dynamo_core.stages FOLDER")
-    sys.exit(main(Path(sys.argv[1])))
+    leave(main(Path(sys.argv[1])))

@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dynamo_core.stages.__main__ import main, set_determinism_switches
+from dynamo_core.stages.__main__ import leave, main, set_determinism_switches
 
 set_determinism_switches()
 
@@ -42,4 +42,4 @@ if __name__ == "__main__":
     if "--kill-in-save" in sys.argv:
         kill_in_save(int(sys.argv[sys.argv.index("--kill-in-save") + 1]))
     keep_checkpoints()
-    sys.exit(main(Path(sys.argv[1])))
+    leave(main(Path(sys.argv[1])))

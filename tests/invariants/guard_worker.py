@@ -17,6 +17,7 @@ from dynamo_core.config.base import Engine, Optimizer, Resources
 from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.errors import NumericalFailure
 from dynamo_core.rollout.batch import policy_batch
+from dynamo_core.stages.__main__ import leave
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated
 from dynamo_core.training.deepspeed.engine import TrainingEngine
@@ -72,3 +73,4 @@ def planted(ranks: Ranks, plant: str, zero_stage: int, precision: str = "float32
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave(0)

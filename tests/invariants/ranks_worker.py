@@ -21,6 +21,7 @@ from dynamo_core.config.reinforce import ReinforceStage
 from dynamo_core.rollout.batch import policy_batch
 from dynamo_core.rollout.collector import ScoredRollout
 from dynamo_core.rollout.engine import ScriptedEngine
+from dynamo_core.stages.__main__ import leave
 from dynamo_core.training import distributed
 from dynamo_core.training.credit import credit, modulated
 from dynamo_core.training.critic import Critic, ValueLearner, Values
@@ -201,3 +202,4 @@ def widened(batch: Wide, extra: int) -> Wide:
 if __name__ == "__main__":
     engine_module.PERSISTENT_ELEMENTS = 0  # ZeRO 3 shards even what is this small
     main(Path(sys.argv[1]))
+    leave(0)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from dynamo_core.config.base import Optimizer, Resources
 from dynamo_core.config.models import Lora
@@ -29,6 +29,7 @@ from dynamo_core.training.deepspeed import engine as engine_module
 from dynamo_core.training.deepspeed.engine import TrainingEngine
 from dynamo_core.training.distributed import Ranks
 from dynamo_core.training.lora import add_adapters
+from dynamo_core.training.models import DTYPES
 from dynamo_core.training.objective import Objective
 from dynamo_core.training.policy import TokenScorer
 from dynamo_core.training.policy_update import PolicyBatch, mini_batches, update
@@ -58,6 +59,8 @@ class Case:
     adam: bool = False
     lora: bool = False
     packed: bool = False
+    moe: bool = False
+    precision: str = "float32"
 
     @property
     def name(self) -> str:
@@ -66,7 +69,7 @@ class Case:
 
 
 PRESETS = ("exact", "faithful", "ppo", "exact_ppo", "gspo")
-PLAIN = [*(Case(preset) for preset in PRESETS), Case("exact_ppo", lora=True)]
+PLAIN = [*(Case(preset) for preset in PRESETS), Case("exact_ppo", lora=True), Case("exact_ppo", moe=True)]
 VARIED = [
     *(Case(preset, zero_stage=zero) for preset in ("exact", "exact_ppo") for zero in (1, 2, 3)),
     Case("faithful", zero_stage=3),
@@ -79,7 +82,9 @@ VARIED = [
     *(Case(preset, packed=True, micro_batch_size=8) for preset in PRESETS),
     Case("exact_ppo", packed=True, micro_batch_size=8, zero_stage=3),
     Case("exact_ppo", packed=True, micro_batch_size=8, zero_stage=2, lora=True),
+    *(Case("exact_ppo", moe=True, zero_stage=zero, micro_batch_size=8) for zero in (0, 2, 3)),
 ]
+HALF = [Case("exact_ppo", precision="bfloat16", zero_stage=zero) for zero in (1, 2, 3)]
 ADAM = [Case(preset, adam=True) for preset in ("exact", "exact_ppo")]
 ADAM_VARIED = [replace(case, zero_stage=zero) for case in ADAM for zero in (1, 2, 3)] + [
     replace(case, micro_batch_size=8) for case in ADAM
@@ -109,7 +114,7 @@ def scored() -> list[ScoredRollout]:
 
 def main(folder: Path) -> None:
     with distributed.start(Resources(), always_group=True) as ranks:
-        for case in [*PLAIN, *VARIED, *ADAM, *ADAM_VARIED]:
+        for case in [*PLAIN, *VARIED, *ADAM, *ADAM_VARIED, *HALF]:
             result = updates(ranks, case)
             if ranks.first:
                 torch.save(result, folder / case.name)
@@ -120,7 +125,7 @@ def recipe_stage(case: Case) -> ReinforceStage:
     overrides = [
         f"preset={case.preset}",
         f"micro_batch_size={case.micro_batch_size}",
-        f"engine={{zero_stage: {case.zero_stage}, offload: {case.offload}}}",
+        f"engine={{zero_stage: {case.zero_stage}, offload: {case.offload}, precision: {case.precision}}}",
         "updates_per_step=1",
         "modulation.stabilisation=true",
         f"batching={'packed' if case.packed else 'padded'}",
@@ -152,7 +157,8 @@ def updates(ranks: Ranks, case: Case) -> dict[str, Any]:
         rows = [rows[index] for index in order]
     narrow = policy_batch(rows, [str(index) for index in range(len(COUNTS))])
     batch = widened(narrow, case.padding)
-    model = tiny_model(tiny_tokenizer(), seed=4)
+    model = mixture() if case.moe else tiny_model(tiny_tokenizer(), seed=4)
+    model = model.to(DTYPES[stage.engine.precision])
     if case.lora:
         add_adapters(model, Lora(rank=4, alpha=8.0), seed=4)
     learner = value_learner(model, ranks, stage, case)
@@ -172,6 +178,16 @@ def updates(ranks: Ranks, case: Case) -> dict[str, Any]:
     return {"values": values, "states": states}
 
 
+def mixture() -> PreTrainedModel:
+    """Four experts a layer, two of them for each token."""
+    torch.manual_seed(4)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 def value_learner(model: PreTrainedModel, ranks: Ranks, stage: ReinforceStage, case: Case) -> ValueLearner | None:
     """With a head that says something, or the values' path would be all zeros."""
     if stage.critic is None:
@@ -184,12 +200,15 @@ def value_learner(model: PreTrainedModel, ranks: Ranks, stage: ReinforceStage, c
 
 
 def parameters_of(modules: dict[str, TrainingEngine]) -> dict[str, torch.Tensor]:
-    """Whole parameters by name."""
+    """Whole parameters by name; where they train in half precision, the float32 weights behind them."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
     found = {}
     for name, engine in modules.items():
         with engine.gathered():
             for key, parameter in engine.module.named_parameters():
-                found[f"{name}.{key}"] = parameter.detach().clone()
+                master = parameter if parameter.dtype == torch.float32 else safe_get_full_fp32_param(parameter)
+                found[f"{name}.{key}"] = master.detach().clone()
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.builders import read_metrics, run_stage, smoke_recipe, stage_folder, with_dpo
-from tests.invariants.ranks_worker import ADAM, ADAM_VARIED, PLAIN, VARIED, Case
+from tests.invariants.ranks_worker import ADAM, ADAM_VARIED, HALF, PLAIN, VARIED, Case
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -54,7 +54,7 @@ EVERY = [*((1, case) for case in VARIED), *((2, case) for case in [*PLAIN, *VARI
 
 @pytest.mark.parametrize(("processes", "case"), EVERY, ids=lambda value: getattr(value, "name", str(value)))
 def test_gradients_do_not_depend_on_how_they_are_computed(results, processes, case):
-    expected, found = results(1, Case(case.preset, lora=case.lora)), results(processes, case)
+    expected, found = results(1, Case(case.preset, lora=case.lora, moe=case.moe)), results(processes, case)
     for step, (ours, theirs) in enumerate(zip(moves(found), moves(expected), strict=True)):
         for network in {name.partition(".")[0] for name in theirs}:
             here = {name: move for name, move in theirs.items() if name.startswith(network)}
@@ -84,6 +84,20 @@ def test_adam_takes_the_same_three_steps(results, processes, case):
         update = norm([parameter - start[name]])
         rounding = 2**-23 * norm([parameter])
         assert norm([found["states"][-1][name] - parameter]) <= 1e-4 * update + rounding, name
+
+
+@pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
+def test_bfloat16_moves_the_same_way_on_two_ranks(results, case):
+    """Numbers of eight bits: sums over two ranks round otherwise, the direction of a step stays."""
+    full, one, two = (
+        moves(results(processes, which))[0] for processes, which in ((1, Case(case.preset)), (1, case), (2, case))
+    )
+    for network in ("actor", "critic"):
+        names = [name for name in one if name.startswith(network)]
+        whole = norm([full[name] for name in names])
+        assert all(one[name].dtype == torch.float32 for name in names)
+        assert norm([two[name] - one[name] for name in names]) <= 0.03 * whole
+        assert norm([one[name] - full[name] for name in names]) <= 0.05 * whole
 
 
 def test_two_ranks_allocate_and_answer_as_one(tmp_path):
